@@ -1,0 +1,161 @@
+"""`async-rl check RUN.toml`: everything that can be known to be wrong before anything starts."""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from async_rl.actor.mailbox import refuse_public
+from async_rl.config import Config, bounds, load
+from async_rl.config.memory import Estimate, estimate, readable
+from async_rl.config.schema import CustomGrader, FakeEngine, TransformersEngine
+from async_rl.data import check as check_data
+from async_rl.errors import UserError, nearest
+from async_rl.models import prepare
+
+
+def check(path: str, overrides: Sequence[str]) -> int:
+    """Print every problem, one a line, or what the run will be."""
+    config = load(path, overrides)
+    found = list(problems(config))
+    if found:
+        for problem in found[:-1]:
+            print(f"{path}: {problem}")
+        raise UserError(f"{path}: {found[-1]}")
+    for line in facts(config):
+        print(line)
+    return 0
+
+
+def facts(config: Config) -> Iterator[str]:
+    """What the run is, in a few lines."""
+    limits, batch = bounds(config), config.batch
+    held = (limits.eta_prime + 1) * batch.groups
+    yield f"{config.name}: {config.max_steps} steps of {batch.groups} groups x {batch.group_size} trajectories, {batch.mini_batches * batch.epochs} updates each"
+    yield f"mode {config.mode}: lag of a trained token at most {limits.eta} ({limits.on_exceed}), at most {held} groups held"
+    memory = estimate(config)
+    if memory is not None:
+        yield f"memory: {memory.describe()}"
+
+
+def problems(config: Config) -> Iterator[str]:
+    """One line each, the most basic first."""
+    for step in (_staleness, _batch, _sampling, _model, _data, _grader, _addresses, _memory):
+        try:
+            yield from step(config)
+        except UserError as error:
+            yield str(error)
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    bounds(config)
+    yield from ()
+
+
+def _batch(config: Config) -> Iterator[str]:
+    batch = config.batch
+    if batch.groups % batch.mini_batches:
+        divisors = [n for n in range(1, batch.groups + 1) if batch.groups % n == 0]
+        yield f"batch.mini_batches = {batch.mini_batches} does not divide batch.groups = {batch.groups}; one of {divisors}"
+    if batch.min_valid is not None and batch.min_valid > batch.group_size:
+        yield f"batch.min_valid = {batch.min_valid} is more than batch.group_size = {batch.group_size}"
+    if config.rollout.max_in_flight < batch.group_size:
+        yield f"rollout.max_in_flight = {config.rollout.max_in_flight} holds no group of batch.group_size = {batch.group_size}"
+    if config.algorithm.aggregation == "seq-mean-token-sum-norm" and config.algorithm.horizon is None:
+        yield "algorithm.aggregation = 'seq-mean-token-sum-norm' needs algorithm.horizon"
+    if config.evaluation.every and not config.data.held_out:
+        yield f"evaluation.every = {config.evaluation.every} needs data.held_out"
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    sampling = config.sampling
+    if (sampling.top_p < 1 or sampling.top_k) and not engine_returns_survivors(config):
+        yield (
+            f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}: engine '{engine_kind(config)}' cannot return the ids "
+            "that survive truncation, so the trainer could not renormalise; use top_p = 1 and top_k = 0"
+        )
+
+
+def _model(config: Config) -> Iterator[str]:
+    prepare.check(config)
+    path = Path(config.model.path)
+    if (path / "config.json").is_file():
+        context = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+        if isinstance(context, int) and config.sampling.max_new_tokens >= context:
+            yield f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt in the model's context of {context}"
+
+
+def _data(config: Config) -> Iterator[str]:
+    check_data(config.data)
+    yield from ()
+
+
+def _grader(config: Config) -> Iterator[str]:
+    if isinstance(config.reward.grader, CustomGrader):
+        from async_rl.services.reward.graders import build
+
+        build(config.reward.grader)
+    yield from ()
+
+
+def _addresses(config: Config) -> Iterator[str]:
+    named = {name: getattr(config.services, name) for name in ("buffer", "trainer", "weight_sync")}
+    given = {name: address for name, address in named.items() if address}
+    for name, address in given.items():
+        try:
+            refuse_public(address)
+        except UserError as error:
+            yield f"services.{name} = {error}"
+            continue
+        twins = [other for other, theirs in given.items() if theirs == address and other != name]
+        if twins:
+            yield f"services.{name} = '{address}' is also the address of {', '.join(twins)}"
+        elif problem := _port_problem(address):
+            yield f"services.{name} = '{address}': {problem}"
+
+
+def _port_problem(address: str) -> str | None:
+    if not address.startswith("tcp://"):
+        return None
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        return f"'{port}' is no port; write tcp://127.0.0.1:PORT"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            return f"the port is in use ({os.strerror(error.errno or 0)}); choose another, or leave the address empty"
+    return None
+
+
+def _memory(config: Config) -> Iterator[str]:
+    folder = Path(config.weight_sync.directory)
+    if not folder.is_dir():
+        yield f"weight_sync.directory = '{folder}': no such folder{nearest(str(folder), ['/dev/shm', '/tmp'])}"
+        return
+    memory = estimate(config)
+    if memory is None:
+        return
+    room = shutil.disk_usage(folder).free
+    if memory.slots > room:
+        yield (
+            f"weight_sync.directory = '{folder}' has {readable(room)} free, and weight_sync.slots = {config.weight_sync.slots} "
+            f"copies of the model take {readable(memory.slots)}"
+        )
+    total = Estimate.machine_bytes()
+    if total and memory.total > total:
+        yield f"memory: {memory.describe()}, and this machine has {readable(total)}"
+
+
+def engine_kind(config: Config) -> str:
+    return str(config.rollout.engine.__struct_config__.tag)
+
+
+def engine_returns_survivors(config: Config) -> bool:
+    """Whether the engine tells which ids top_p and top_k kept at each token."""
+    match config.rollout.engine:
+        case TransformersEngine() | FakeEngine():
+            return False

@@ -1,0 +1,108 @@
+"""`async-rl`: parses the command line, loads the configuration, turns errors into one line each.
+
+Exit status: 0 done; 2 something the user can mend; 1 any other failure; 130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from async_rl.errors import AsyncRLError, Interrupted
+from async_rl.version import __version__
+
+SERVICES = ("buffer", "rollout", "reward", "trainer", "weight-sync")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except AsyncRLError as error:
+        text = str(error) if isinstance(error, Interrupted) else f"error: {error}"
+        print(f"async-rl: {text}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("async-rl: interrupted", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="async-rl", description="Asynchronous reinforcement learning for language models.")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = _on_run(commands, "train", "start every service of a run here, supervised", _train)
+    train.add_argument("--quiet", action="store_true", help="no live line, only the table at the end")
+
+    serve = commands.add_parser("serve", help="one service of a run")
+    serve.add_argument("service", choices=SERVICES)
+    _run_arguments(serve)
+    serve.add_argument("--index", type=int, default=0, help="which rollout or reward service this is, from 0")
+    serve.set_defaults(command=_serve)
+
+    _on_run(commands, "check", "validate a configuration without starting anything", _check)
+    _on_run(commands, "warmup", "prepare the model of a run: supervised warm-up or conversion, cached", _warmup)
+
+    evaluate = _on_run(commands, "eval", "score a checkpoint on the held-out data", _eval)
+    evaluate.add_argument("--checkpoint", help="a model folder; default: model.path of the run")
+    evaluate.add_argument("--samples", type=int, default=1, help="samples per task, for pass@k (default 1)")
+    evaluate.add_argument("--temperature", type=float, default=None, help="0: greedy (default with one sample)")
+    return top
+
+
+def _on_run(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    text: str,
+    command: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text)
+    _run_arguments(parser)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN.toml")
+    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings over those of the file")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from async_rl.cli.train import train
+
+    return train(options.run, options.overrides, quiet=options.quiet)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from async_rl.cli.serve import serve
+
+    return serve(options.service, options.run, options.overrides, index=options.index)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from async_rl.cli.check import check
+
+    return check(options.run, options.overrides)
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    from async_rl.cli.warmup import warmup
+
+    return warmup(options.run, options.overrides)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from async_rl.cli.evaluate import evaluate
+
+    return evaluate(
+        options.run,
+        options.overrides,
+        checkpoint=options.checkpoint,
+        samples=options.samples,
+        temperature=options.temperature,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""`async-rl serve SERVICE RUN.toml`: one service, wherever you like."""
+
+import os
+from collections.abc import Sequence
+
+from async_rl.actor.process import PARENT, die_with_parent
+from async_rl.actor.service import Service, run_service
+from async_rl.config import Config, load
+from async_rl.errors import UserError
+from async_rl.rundir import RunDir
+
+
+def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) -> int:
+    """Run the service until its run ends; its exit status."""
+    die_with_parent(os.environ.get(PARENT))
+    config = load(path, overrides)
+    run = RunDir.of(config)
+    name = service_name(config, service, index)
+    run.create()
+    with run.claim(name):
+        if service == "trainer" and PARENT not in os.environ:
+            run.set_aside_previous()
+        return run_service(build(config, service, name))
+
+
+def service_name(config: Config, service: str, index: int) -> str:
+    """The name that the service has in its run: "buffer", "rollout-1"."""
+    many = {"rollout": config.rollout.workers, "reward": config.reward.workers}
+    if service not in many:
+        if index:
+            raise UserError(f"--index {index}: a run has one {service}")
+        return service.replace("-", "_")
+    if not 0 <= index < many[service]:
+        raise UserError(f"--index {index}: {service}.workers = {many[service]}, so it is 0 to {many[service] - 1}")
+    return f"{service}-{index}"
+
+
+def build(config: Config, service: str, name: str) -> Service:
+    """The service object; only its own modules are imported."""
+    match service:
+        case "buffer":
+            from async_rl.buffers.service import BufferService
+
+            return BufferService(config, name)
+        case "rollout":
+            from async_rl.services.rollout.service import RolloutService
+
+            return RolloutService(config, name)
+        case "reward":
+            from async_rl.services.reward.service import RewardService
+
+            return RewardService(config, name)
+        case "trainer":
+            from async_rl.services.trainer.service import TrainerService
+
+            return TrainerService(config, name)
+        case "weight-sync":
+            from async_rl.services.weight_sync.service import WeightSyncService
+
+            return WeightSyncService(config, name)
+    raise UserError(f"no service '{service}'")

@@ -1,0 +1,303 @@
+"""One TOML file describes a run. Each struct is one table of it; the docs are made from these docstrings.
+
+Importing this module pulls in neither torch nor any engine.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+
+Mode = Literal["sync", "one-step", "async", "off-policy"]
+OnExceed = Literal["wait", "drop", "mask", "correct"]
+
+
+class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every table: immutable, unknown keys refused."""
+
+
+# --- model -------------------------------------------------------------------------------------------
+
+
+class Model(Table):
+    """The policy: a folder that transformers loads (config, safetensors, tokenizer), or a .gguf file."""
+
+    path: str
+    from_package: str | None = None  # made on first use from the only .gguf file this installed package ships
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class Warmup(Table):
+    """`async-rl warmup`: builds a small Llama with a character tokenizer at `model.path` and trains it by
+    supervised steps on noisy demonstrations, so that reinforcement learning has something to reinforce."""
+
+    characters: str
+    hidden_size: Positive = 128
+    layers: Positive = 3
+    heads: Positive = 4
+    context: Positive = 128
+    steps: Positive = 600
+    batch_size: Positive = 64
+    learning_rate: PositiveFloat = 2e-3
+    noise: Fraction = 0.25  # share of the answers' characters replaced by another one
+
+
+# --- data --------------------------------------------------------------------------------------------
+
+
+class ReasoningGym(Table, tag_field="kind", tag="reasoning_gym"):
+    """Tasks of the reasoning-gym package, made from (name, seed)."""
+
+    name: str
+    seed: NonNegative = 0
+    size: Positive = 10_000
+    weight: PositiveFloat = 1.0
+    config: dict[str, Any] = {}
+    suffix: str = ""  # appended to every question
+
+
+class JsonLines(Table, tag_field="kind", tag="jsonl"):
+    """One JSON object a line: `prompt` or `messages`, `answer`, any further key becomes metadata."""
+
+    path: str
+    weight: PositiveFloat = 1.0
+    name: str = ""  # in metrics; the file's stem by default
+    prompt_key: str = "prompt"
+    messages_key: str = "messages"
+    answer_key: str = "answer"
+    suffix: str = ""
+
+
+class HFDataset(Table, tag_field="kind", tag="datasets"):
+    """A Hugging Face data set on disk (`Dataset.save_to_disk`, or a folder of parquet files)."""
+
+    path: str
+    split: str = "train"
+    weight: PositiveFloat = 1.0
+    name: str = ""
+    prompt_key: str = "prompt"
+    messages_key: str = "messages"
+    answer_key: str = "answer"
+    suffix: str = ""
+
+
+Source = ReasoningGym | JsonLines | HFDataset
+
+
+class Data(Table):
+    """Training sources are mixed by weight. `format` says how a prompt that is plain text reaches the model."""
+
+    train: list[Source]
+    held_out: list[Source] = []
+    held_out_size: Positive = 256  # first so many tasks of the held-out sources
+    format: Literal["chat", "plain"] = "chat"  # chat: one user message through the chat template
+    template: str = "{prompt}"  # text around a plain prompt
+    system: str = ""  # system message in front of a chat
+    shuffle: bool = True
+    epochs: Positive | None = None  # None: begin again until max_steps
+    at_end: Literal["smaller_step", "drop"] = "smaller_step"  # what a last incomplete batch becomes
+
+
+# --- the step ----------------------------------------------------------------------------------------
+
+
+class Batch(Table):
+    """One step draws `groups` groups of `group_size` trajectories each and makes
+    `mini_batches` x `epochs` optimizer updates with them."""
+
+    groups: Positive = 16
+    group_size: Positive = 8
+    mini_batches: Positive = 1
+    epochs: Positive = 1
+    min_valid: Positive | None = None  # voting members a group needs; None: max(2, half of the group)
+
+
+class Staleness(Table):
+    """The bound on the lag of every token that enters the loss. None: what the mode presets."""
+
+    max: NonNegative | None = None  # eta
+    on_exceed: OnExceed | None = None
+    hard_max: NonNegative | None = None  # bound under `correct`, required there
+    reuse: Positive | None = None  # consecutive steps that train one draw; above 1 only off-policy
+    keep_cache: bool = False  # keep the KV cache over an in-flight update
+
+
+class Sampling(Table):
+    """Distribution that trajectories are sampled from; log-probabilities are of log_softmax(z / temperature)."""
+
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0  # 0: the whole vocabulary
+    max_new_tokens: Positive = 256
+
+
+class GRPO(Table, tag_field="advantage", tag="grpo"):
+    """Group-relative advantage (R - mean) / (std + 1e-6) with the clipped PPO loss (Shao et al. 2024)."""
+
+    normalize_by_std: bool = True
+    loss: Literal["ppo"] = "ppo"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
+    dual_clip: PositiveFloat = 3.0
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    horizon: Positive | None = None  # divisor of seq-mean-token-sum-norm
+    truncated: Literal["train", "mask"] = "train"  # masked completions still vote
+
+
+Algorithm = GRPO
+
+
+class Trainer(Table):
+    learning_rate: PositiveFloat = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0  # counted in optimizer updates
+    min_learning_rate: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: PositiveFloat = 1e-8
+    max_grad_norm: PositiveFloat = 1.0
+    micro_batch_tokens: Positive = 4096  # packed tokens of one forward pass
+    max_nonfinite: Positive = 3  # skipped updates in a row that end the run
+    checkpoint_every: NonNegative = 0  # steps; 0: only the last
+    keep_checkpoints: Positive = 2
+    threads: Positive = 1
+    device: str = "cpu"
+    draw_wait_s: Seconds = 600.0  # a step without a batch for so long ends the run
+
+
+# --- rollout -----------------------------------------------------------------------------------------
+
+
+class TransformersEngine(Table, tag_field="kind", tag="transformers"):
+    """Continuous batching by Hugging Face transformers, on any device."""
+
+    max_batch_tokens: Positive = 512  # tokens of one forward pass
+    max_requests: Positive = 128  # sequences decoded together
+    page_size: Positive = 32
+    num_blocks: Positive | None = None  # pages of the KV cache; None: enough for max_requests of full length
+    device: str = "cpu"
+
+
+class FakeEngine(Table, tag_field="kind", tag="fake"):
+    """No model: scripted latency, for tests of orchestration. Token text is the task's answer or noise."""
+
+    tokens_per_s: PositiveFloat = 1000.0
+    median_tokens: Positive = 32
+    sigma: NonNegativeFloat = 0.0  # of the log-normal number of tokens
+    accuracy: Fraction = 0.5
+    vocabulary: Positive = 64
+
+
+Engine = TransformersEngine | FakeEngine
+
+
+class Rollout(Table):
+    workers: Positive = 1
+    engine: Engine = TransformersEngine()
+    max_in_flight: Positive = 128  # trajectories a worker holds at once
+    threads: Positive = 1
+
+
+# --- reward ------------------------------------------------------------------------------------------
+
+
+class ExactGrader(Table, tag_field="kind", tag="exact"):
+    """1 where the stripped completion equals the answer."""
+
+    correct: float = 1.0
+    wrong: float = 0.0
+    ignore_case: bool = False
+
+
+class MathGrader(Table, tag_field="kind", tag="math"):
+    """math-verify on the last \\boxed{} or the final answer; what does not parse is `unparsed`."""
+
+    correct: float = 1.0
+    wrong: float = 0.0
+    unparsed: float = 0.0
+
+
+class ReasoningGymGrader(Table, tag_field="kind", tag="reasoning_gym"):
+    """The score of the task's own reasoning-gym data set, in [0, 1]."""
+
+
+class CustomGrader(Table, tag_field="kind", tag="custom"):
+    """The user's `def grade(task, trajectory) -> Score | float | None`, named `module:attribute`."""
+
+    function: str
+
+
+Grader = ExactGrader | MathGrader | ReasoningGymGrader | CustomGrader
+
+
+class Reward(Table):
+    workers: Positive = 1  # reward services
+    processes: Positive = 1  # killable graders of each
+    grader: Grader = ExactGrader()
+    timeout_s: Seconds = 10.0  # of one grading; a hang is retried once, then it is the policy's
+    timeout_reward: float = 0.0
+
+
+# --- services ----------------------------------------------------------------------------------------
+
+
+class WeightSync(Table):
+    """Publication of new weights over shared memory on one host."""
+
+    bucket_bytes: Positive = 32 * 2**20
+    slots: Annotated[int, Meta(ge=2)] = 3  # copies in shared memory: visible, being written, being read
+    publish_s: Seconds = 120.0  # deadline of one publication
+    directory: str = "/dev/shm"
+
+
+class Evaluation(Table):
+    every: NonNegative = 0  # steps; 0: only before and after
+    samples: Positive = 1  # per held-out task
+    temperature: NonNegativeFloat = 0.0  # 0: greedy
+    at_start: bool = True
+    wait_s: Seconds = 600.0
+
+
+class Services(Table):
+    """Where the actors meet. An empty address is a free loopback port, announced in the run's folder."""
+
+    buffer: str = ""
+    trainer: str = ""
+    weight_sync: str = ""
+    connect_s: Seconds = 120.0  # until a peer must have greeted
+    ask_s: Seconds = 60.0  # until an answer must have come
+    heartbeat_s: Seconds = 1.0
+    lease_s: Seconds = 30.0  # a lease lapses when its holder is silent for so long
+    stop_s: Seconds = 10.0  # of an ordered stop, before SIGKILL
+    max_failures: Positive = 8  # failures in a row (attempts of a group, deaths of a worker) that end the run
+
+
+class Config(Table):
+    """A whole run."""
+
+    name: str
+    model: Model
+    data: Data
+    max_steps: Positive
+    mode: Mode = "async"
+    seed: NonNegative = 0
+    runs: str = "runs"  # the run's folder is runs/name
+    batch: Batch = Batch()
+    staleness: Staleness = Staleness()
+    sampling: Sampling = Sampling()
+    algorithm: Algorithm = GRPO()
+    trainer: Trainer = Trainer()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    evaluation: Evaluation = Evaluation()
+    weight_sync: WeightSync = WeightSync()
+    services: Services = Services()
+    warmup: Warmup | None = None

@@ -1,0 +1,85 @@
+"""The small model of the quickstart: a Llama of about half a million parameters that reads characters.
+
+The tokenizer has one token for each character of `warmup.characters`, and four special ones. It puts no
+token around a text, so a text and its ids correspond exactly: decode(encode(text)) == text.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from async_rl.config.schema import Warmup
+from async_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+
+
+def check_shape(settings: Warmup) -> None:
+    """ConfigError where no model has the shape in `settings`."""
+    if len(set(settings.characters)) != len(settings.characters):
+        twice = sorted({c for c in settings.characters if settings.characters.count(c) > 1})
+        raise ConfigError(f"warmup.characters: {''.join(twice)!r} stands in it more than once")
+    if len(settings.characters) < 2:
+        raise ConfigError(f"warmup.characters = {settings.characters!r}: needs at least two")
+    if settings.hidden_size % (2 * settings.heads):
+        raise ConfigError(
+            f"warmup.hidden_size = {settings.hidden_size} must be a multiple of "
+            f"2 x warmup.heads = {2 * settings.heads}: heads have an even width"
+        )
+
+
+def missing_characters(characters: str, texts: Iterable[str]) -> str:
+    """The characters of `texts` that are not among `characters`, sorted."""
+    known = set(characters)
+    return "".join(sorted({c for text in texts for c in text if c not in known}))
+
+
+def build_tokenizer(settings: Warmup) -> Any:
+    """A PreTrainedTokenizerFast with a token for each of `settings.characters`; anything else is UNKNOWN."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNKNOWN, *settings.characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()  # joined without the spaces that a word-level decoder adds
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=settings.context,
+    )
+
+
+def build_model(settings: Warmup, tokenizer: Any, seed: int) -> "LlamaForCausalLM":
+    """A Llama with random weights, float32, input and output embeddings tied. Same seed, same weights."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=_round_up(settings.hidden_size * 8 // 3, 16),
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        max_position_embeddings=settings.context,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(torch.float32)
+    model.generation_config = GenerationConfig.from_model_config(config)
+    return model
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

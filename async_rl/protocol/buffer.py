@@ -1,0 +1,287 @@
+"""The buffer's messages: leases and results for workers, draws for the trainer, evaluation.
+
+A lease is fenced by (group, attempt, stage). Every request is idempotent, so a client that lost the
+connection sends it again: `Finish` gets its first answer, `Draw` the same batch.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from async_rl.config.schema import Sampling
+from async_rl.protocol.base import Message
+from async_rl.protocol.control import ControlReply, ControlRequest
+from async_rl.trajectory import Score, Task, Trajectory
+
+Stage = Literal["generate", "score"]
+Outcome = Literal["accepted", "repeat", "revoked"]
+
+
+class LeaseId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    group: int
+    attempt: int
+    stage: Stage
+
+
+class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's own counts since it started; they only grow."""
+
+    up_s: float = 0.0
+    busy_s: float = 0.0  # with at least one trajectory in flight, or one grading
+    tokens: int = 0  # generated action tokens
+    finished: int = 0  # trajectories generated, or graded
+    updates: int = 0  # weight updates applied
+    paused_s: float = 0.0  # generation stood still for them
+
+
+# --- worker -> buffer --------------------------------------------------------------------------------
+
+
+class Acquire(Message, frozen=True):
+    """Ask for at most `n` trajectories' worth of leases (a group is never split); waits up to `wait_s` for the first.
+
+    `worker` is the service's name, `incarnation` a random id of this process: a new incarnation of a name
+    means that the old one is dead, and its leases lapse at once. `version`: the weights the worker holds
+    (reward workers: -1).
+    """
+
+    worker: str
+    incarnation: str
+    stage: Stage
+    n: int
+    version: int
+    wait_s: float
+
+
+class Started(Message, frozen=True):
+    """Sampling of the lease began at `version`; refused (`revoked`) where that is older than it may be."""
+
+    worker: str
+    incarnation: str
+    lease: LeaseId
+    version: int
+
+
+class Extend(Message, frozen=True):
+    """The worker is alive and holds these leases; each with the oldest version among its tokens so far."""
+
+    worker: str
+    incarnation: str
+    leases: list[tuple[LeaseId, int]]
+    stats: WorkerStats = WorkerStats()
+
+
+class FinishGenerate(Message, frozen=True):
+    worker: str
+    incarnation: str
+    lease: LeaseId
+    member: int
+    trajectory: Trajectory
+
+
+class FinishScore(Message, frozen=True):
+    worker: str
+    incarnation: str
+    lease: LeaseId
+    member: int
+    score: Score
+
+
+class Fail(Message, frozen=True):
+    """An infrastructure fault of the worker, never of the policy. `member` None: the whole lease."""
+
+    worker: str
+    incarnation: str
+    lease: LeaseId
+    member: int | None
+    reason: str
+
+
+# --- buffer -> worker --------------------------------------------------------------------------------
+
+
+class GenerateLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Generate the `members` of this group that are still missing."""
+
+    id: LeaseId
+    task: Task
+    members: list[int]
+    sampling: Sampling
+    greedy: bool  # evaluation at temperature 0
+    min_version: int  # weights it may be sampled with, at least
+    exact_version: int | None  # evaluation: this version and no other; defer updates until it is done
+
+
+class ScoreLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: LeaseId
+    task: Task
+    trajectories: list[tuple[int, Trajectory]]  # (member, trajectory)
+
+
+class Leases(Message, frozen=True):
+    """What was granted; empty after `wait_s`. `ended`: the run is over, the worker may go."""
+
+    generate: list[GenerateLease] = []
+    score: list[ScoreLease] = []
+    ended: bool = False
+
+
+class LeaseReply(Message, frozen=True):
+    """Answer to Started, Finish*, Fail. `revoked`: the lease is no longer the worker's; drop the work."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+class Extended(Message, frozen=True):
+    """The leases that the worker must drop, with the reason."""
+
+    revoked: list[tuple[LeaseId, str]] = []
+    ended: bool = False
+
+
+# --- trainer <-> buffer ------------------------------------------------------------------------------
+
+
+class Draw(Message, frozen=True):
+    """Ask for the batch of `step`; waits up to `wait_s`. `epoch` fences old trainers out."""
+
+    step: int
+    epoch: int
+    wait_s: float
+
+
+class DrawnMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    member: int
+    trajectory: Trajectory
+    score: Score
+
+
+class DrawnGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    group: int
+    attempt: int
+    task: Task
+    eta: int  # the bound this group was admitted under
+    members: list[DrawnMember]
+
+
+class Drawn(Message, frozen=True):
+    """The batch of `step`, in deadline and admission order. A token whose lag exceeds `bound` leaves the loss."""
+
+    step: int
+    groups: list[DrawnGroup]
+    bound: int  # eta, or hard_max under `correct`
+    dropped_stale: int  # groups dropped(stale) so far
+    failed: int  # groups failed so far
+    sequence: int = 0  # of `reuse`: this draw is trained for the (sequence + 1)-th time
+
+
+class NotYet(Message, frozen=True):
+    """No batch yet: what is missing, and the oldest lease with its holder."""
+
+    reason: str
+
+
+class DataEnded(Message, frozen=True):
+    """No further step: the data ended or the run was closed."""
+
+    reason: str
+
+
+class FinishStep(Message, frozen=True):
+    """The optimizer has made `step`; the policy version becomes step + 1."""
+
+    step: int
+    epoch: int
+
+
+class StepFinished(Message, frozen=True):
+    version: int
+
+
+class Evaluate(Message, frozen=True):
+    """Sample and score the held-out tasks with exactly the weights of `version`. Answered with Done."""
+
+    version: int
+
+
+class GetEvaluation(Message, frozen=True):
+    """The report of the evaluation asked for at `version`; waits up to `wait_s`."""
+
+    version: int
+    wait_s: float
+
+
+class SourceScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tasks: int
+    mean_reward: float  # over voting samples
+    truncated: float  # share of samples stopped by length
+
+
+class EvaluationReport(Message, frozen=True):
+    """`version`: what was really evaluated; younger than `asked` where that one was gone (restarted > 0)."""
+
+    asked: int
+    version: int
+    restarted: int
+    samples: int
+    voting: int
+    mean_reward: float
+    sources: dict[str, SourceScore]
+
+
+class Close(Message, frozen=True):
+    """The run is over: what is held becomes dropped(end), workers are told to go."""
+
+    reason: str
+
+
+class GetBuffer(Message, frozen=True):
+    pass
+
+
+class BufferReport(Message, frozen=True):
+    """The conservation line and everybody's work: admitted = trained + dropped + failed + held."""
+
+    version: int
+    admitted: int
+    held: int
+    trained: int
+    dropped: dict[str, int]  # by reason
+    failed: dict[str, int]
+    states: dict[str, int]  # held groups by state
+    conserved: bool
+    lapsed: int  # leases that lapsed
+    workers: dict[str, WorkerStats]  # by name, incarnations added up
+    worker_versions: dict[str, int]
+    oldest_lease: str  # "group 17 (generate, attempt 0) held by rollout-0 for 3.2 s", or ""
+    ended: bool
+
+
+BufferRequest = (
+    Acquire
+    | Started
+    | Extend
+    | FinishGenerate
+    | FinishScore
+    | Fail
+    | Draw
+    | FinishStep
+    | Evaluate
+    | GetEvaluation
+    | Close
+    | GetBuffer
+    | ControlRequest
+)
+BufferReply = (
+    Leases
+    | LeaseReply
+    | Extended
+    | Drawn
+    | NotYet
+    | DataEnded
+    | StepFinished
+    | EvaluationReport
+    | BufferReport
+    | ControlReply
+)

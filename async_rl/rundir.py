@@ -1,0 +1,118 @@
+"""The folder of a run, runs/NAME/: where everything of it lies.
+
+    run.toml              the resolved configuration
+    metrics.jsonl         one line a step, and one an evaluation
+    summary.json          the end of it, format 1
+    logs/SERVICE.log
+    checkpoints/step-00000040/   a model folder that transformers loads
+    services/SERVICE.json        address and pid of a running service
+    services/SERVICE.lock        held while it runs
+    previous/1/                  what an earlier run of the same name left
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from async_rl.config.schema import Config
+from async_rl.errors import UserError
+
+
+class RunDir:
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.config = self.path / "run.toml"
+        self._services = self.path / "services"
+
+    @classmethod
+    def of(cls, config: Config) -> "RunDir":
+        return cls(Path(config.runs) / config.name)
+
+    def create(self) -> None:
+        try:
+            for folder in (self.path, self.logs, self.checkpoints, self._services):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be made: {error.strerror}") from None
+
+    @contextlib.contextmanager
+    def claim(self, service: str) -> Iterator[None]:
+        """Hold `service` of this run for this process; UserError while another process does."""
+        with (self._services / f"{service}.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"{self.path}: its {service} is running already (pid {self.pid(service)}); stop it, or give this run another name"
+                ) from None
+            yield
+
+    def set_aside_previous(self, *, logs: bool = False) -> Path | None:
+        """Move what an earlier run of this name left into previous/N/, and tell where; None if there is nothing."""
+        names = ["metrics.jsonl", "summary.json", "checkpoints"] + (["logs"] if logs else [])
+        left = [self.path / name for name in names if _has_content(self.path / name)]
+        if not left:
+            return None
+        place = self.path / "previous"
+        number = 1 + max((int(p.name) for p in place.glob("*") if p.name.isdigit()), default=0)
+        target = place / str(number)
+        target.mkdir(parents=True)
+        for path in left:
+            path.rename(target / path.name)
+        self.create()
+        return target
+
+    def announce(self, service: str, address: str) -> None:
+        """Tell the other services of this run where `service` is."""
+        record = {"address": address, "pid": os.getpid()}
+        write_atomically(self._services / f"{service}.json", json.dumps(record))
+
+    def withdraw(self, service: str) -> None:
+        """Take the announcement back, unless a successor has announced itself since."""
+        if self.pid(service) == os.getpid():
+            (self._services / f"{service}.json").unlink(missing_ok=True)
+
+    def address(self, service: str) -> str | None:
+        """Where `service` said it is; None where nobody has."""
+        address = self._record(service).get("address")
+        return address if isinstance(address, str) else None
+
+    def pid(self, service: str) -> int | None:
+        pid = self._record(service).get("pid")
+        return pid if isinstance(pid, int) else None
+
+    def next_trainer_epoch(self) -> int:
+        """A number higher than any trainer of this run had: older ones are fenced out by theirs."""
+        path = self.path / "trainer.epoch"
+        epoch = int(path.read_text(encoding="utf-8")) + 1 if path.exists() else 1
+        write_atomically(path, f"{epoch}\n")
+        return epoch
+
+    def services(self) -> list[str]:
+        """Names of the announced services."""
+        return sorted(path.stem for path in self._services.glob("*.json"))
+
+    def _record(self, service: str) -> dict[str, object]:
+        try:
+            record = json.loads((self._services / f"{service}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+
+def _has_content(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one, never a part."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)

@@ -1,0 +1,31 @@
+"""What the end of a process means for the run: a pure decision.
+
+| service     | status 0                | status 2 (the user's) | anything else            |
+|-------------|-------------------------|-----------------------|--------------------------|
+| trainer     | the run is over         | fatal                 | fatal                    |
+| buffer      | fatal before the end    | fatal                 | fatal                    |
+| weight-sync | restart before the end  | fatal                 | restart, a few times     |
+| rollout     | restart before the end  | fatal                 | restart, a few times     |
+| reward      | restart before the end  | fatal                 | restart, a few times     |
+"""
+
+from typing import Literal
+
+Verdict = Literal["over", "ignore", "restart", "fatal"]
+
+RESTARTABLE = ("rollout", "reward", "weight-sync")
+USER_STATUS = 2
+
+
+def verdict(service: str, status: int, *, ending: bool, deaths_in_a_row: int, max_failures: int) -> Verdict:
+    """`ending`: the trainer is done or the run is being stopped. `deaths_in_a_row` counts this one.
+
+    `status` is the exit status, negative for a signal.
+    """
+    if ending:
+        return "ignore"
+    if service == "trainer" and status == 0:
+        return "over"
+    if status == USER_STATUS or service not in RESTARTABLE:
+        return "fatal"
+    return "restart" if deaths_in_a_row <= max_failures else "fatal"

@@ -1,0 +1,114 @@
+"""The vocabulary of the field: what travels between the services.
+
+A *task* is a prompt with what is needed to grade an answer. A *group* is one task sampled G times; its
+members are *trajectories*. A trajectory is token in, token out: what was sampled is what is trained, ids
+are never decoded and encoded again. A *score* is what a grader says of a trajectory.
+
+The policy version counts committed trainer steps; the initial model is version 0. A token's *lag*, when it
+is used in step s, is s minus the version that sampled it.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+StopReason = Literal["eos", "length", "context"]
+"""`eos`: the model ended; `length`: max_new_tokens reached; `context`: the model's context was full."""
+
+ScoreStatus = Literal["graded", "unparsed", "timeout", "abstained", "failed"]
+"""`graded`, `unparsed` and `timeout` are the policy's doing and vote with their reward; `abstained` (the
+grader gave None) and `failed` (an infrastructure fault) have no vote and no gradient."""
+
+Spans = list[tuple[int, int]]
+"""Run-length encoded versions of the action tokens, in order: [(version, count), ...]."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One prompt of a data set. `index` is its position in the run's stream of tasks."""
+
+    index: int
+    source: str
+    messages: list[Message] | None = None  # rendered with the tokenizer's chat template
+    prompt: str | None = None  # or plain text, encoded as it is
+    answer: str | None = None
+    metadata: dict[str, Any] = {}  # JSON values, handed to the grader
+
+    @property
+    def text(self) -> str:
+        """The prompt as a person reads it."""
+        if self.prompt is not None:
+            return self.prompt
+        return "\n".join(f"{m.role}: {m.content}" for m in self.messages or [])
+
+
+class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One sampled completion, T tokens of prompt and completion together."""
+
+    tokens: np.ndarray  # [T] int32
+    action: np.ndarray  # [T] bool, True where the policy sampled the token
+    logprobs: np.ndarray  # [T] float32, behaviour log-probability (log_softmax(z / T)), 0 where not action
+    versions: Spans  # of the action tokens, in order; counts add up to action.sum()
+    stop: StopReason
+    text: str  # the completion decoded for graders and people; never encoded again
+    survivors: np.ndarray | None = None  # [A, k] int32, ids that top_p / top_k kept per action token, -1 padded
+
+    @property
+    def oldest_version(self) -> int:
+        return min(version for version, _ in self.versions)
+
+    def problems(self) -> str | None:
+        """What is wrong with the shapes, or None."""
+        length = self.tokens.shape[0] if self.tokens.ndim == 1 else -1
+        if length < 1 or self.action.shape != (length,) or self.logprobs.shape != (length,):
+            return (
+                f"tokens {self.tokens.shape}, action {self.action.shape}, logprobs {self.logprobs.shape} differ"
+            )
+        counted = sum(count for _, count in self.versions)
+        actions = int(self.action.sum())
+        if counted != actions or any(count < 1 or version < 0 for version, count in self.versions):
+            return f"versions {self.versions} do not cover the {actions} action tokens"
+        if actions < 1:
+            return "no action token"
+        return None
+
+
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A grader's verdict. `reward` is None exactly where the member has no vote."""
+
+    reward: float | None
+    status: ScoreStatus = "graded"
+    components: dict[str, float] = {}
+    detail: str = ""
+
+    @property
+    def votes(self) -> bool:
+        return self.reward is not None
+
+
+def token_versions(trajectory: Trajectory) -> np.ndarray:
+    """[A] int64: the version that sampled each action token, in order."""
+    versions = [version for version, _ in trajectory.versions]
+    counts = [count for _, count in trajectory.versions]
+    return np.repeat(np.asarray(versions, dtype=np.int64), np.asarray(counts, dtype=np.int64))
+
+
+def token_lags(trajectory: Trajectory, step: int) -> np.ndarray:
+    """[A] int64: lag of each action token when it is used in `step`."""
+    lags: np.ndarray = step - token_versions(trajectory)
+    return lags
+
+
+def extend_spans(spans: Spans, version: int, count: int) -> None:
+    """Append `count` tokens sampled at `version` to run-length encoded `spans`, in place."""
+    if count <= 0:
+        return
+    if spans and spans[-1][0] == version:
+        spans[-1] = (version, spans[-1][1] + count)
+    else:
+        spans.append((version, count))

@@ -1,0 +1,57 @@
+"""What all commands share: the state, who is alive, and the one way in which anything changes."""
+
+from collections.abc import Iterable
+
+from async_rl.buffers import events, life
+from async_rl.buffers.group import Group
+from async_rl.buffers.roster import Roster
+from async_rl.buffers.settings import Settings
+from async_rl.buffers.state import State, new_state
+
+
+class Core:
+    def __init__(self, settings: Settings, state: State | None = None) -> None:
+        self.settings = settings
+        self.state = new_state(settings) if state is None else state
+        self.roster = Roster(settings.lease_s)
+        self._events: list[events.Any] = []
+
+    def take(self) -> list[events.Any]:
+        """What happened since the last call, in order."""
+        happened, self._events = self._events, []
+        return happened
+
+    def record(self, *happened: events.Any) -> None:
+        for event in happened:
+            self.state.apply(event)
+            self._events.append(event)
+
+    def follow(self, number: int, detail: str = "") -> None:
+        """Record what the last event on group `number` makes due; `detail` says why, should it fail now."""
+        group = self.state.find(number)
+        if group is None:
+            return
+        self.record(*life.next_events(group, self.settings, detail))
+        if self.state.failed_in_row >= self.settings.max_failures:
+            self.end_broken(
+                f"{self.state.failed_in_row} groups failed in a row (services.max_failures = "
+                f"{self.settings.max_failures}); the last: {self.state.last_failure}"
+            )
+
+    def drop_stale(self, groups: Iterable[Group]) -> None:
+        """Their tasks come back as new groups, first in line."""
+        self.record(*[events.Dropped(group.id, "stale") for group in groups])
+
+    def begin_evaluation(self, asked: int, version: int, restarted: int) -> None:
+        first = -1 - self.state.evaluated
+        tasks, samples = self.settings.held_out, self.settings.samples
+        self.record(events.EvaluationBegan(asked, version, restarted, first, tasks, samples))
+
+    def end_held(self) -> None:
+        """What is held becomes dropped(end)."""
+        self.record(*[events.Dropped(number, "end") for number in sorted(self.state.training.groups)])
+
+    def end_broken(self, reason: str) -> None:
+        """The run cannot go on; the first reason stands."""
+        if self.state.broken is None:
+            self.record(events.Broke(reason))

@@ -1,0 +1,73 @@
+"""The numbers of a run that the state machine decides by."""
+
+import math
+from typing import Literal
+
+from msgspec import Struct
+
+from async_rl.config.modes import bounds
+from async_rl.config.schema import Config, OnExceed
+from async_rl.errors import ConfigError
+
+
+class Settings(Struct, frozen=True):
+    groups: int  # B, groups of a step
+    group_size: int  # G, members of a group
+    min_valid: int  # voting members without which a group is not ready
+    eta: int  # bound on the lag of a token in the loss; may change during a run, see State.eta
+    reuse: int  # r, consecutive steps that train one draw
+    on_exceed: OnExceed
+    hard_max: int | None  # bound under `correct`
+    in_flight: bool  # one trajectory may hold several versions
+    max_steps: int
+    tasks: int | None  # length of the stream of tasks; None: endless
+    at_end: Literal["smaller_step", "drop"]
+    max_failures: int  # attempts of a group; failed groups in a row
+    lease_s: float
+    held_out: int  # tasks of an evaluation
+    samples: int  # trajectories of each
+
+    @classmethod
+    def of(cls, config: Config, *, tasks: int | None, held_out: int) -> "Settings":
+        """The settings of `config` for `tasks` tasks; ConfigError for what can never be served."""
+        limits, batch = bounds(config), config.batch
+        size = batch.group_size
+        min_valid = batch.min_valid or min(size, max(2, math.ceil(size / 2)))
+        if min_valid > size:
+            raise ConfigError(f"batch.min_valid = {min_valid} exceeds batch.group_size = {size}")
+        largest = max(size, config.evaluation.samples if held_out else 0)
+        if config.rollout.max_in_flight < largest:
+            raise ConfigError(
+                f"rollout.max_in_flight = {config.rollout.max_in_flight}: a worker could never hold a group "
+                f"of {largest} (batch.group_size = {size}, evaluation.samples = {config.evaluation.samples})"
+            )
+        return cls(
+            groups=batch.groups,
+            group_size=size,
+            min_valid=min_valid,
+            eta=limits.eta,
+            reuse=limits.reuse,
+            on_exceed=limits.on_exceed,
+            hard_max=limits.hard_max,
+            in_flight=limits.in_flight,
+            max_steps=config.max_steps,
+            tasks=tasks,
+            at_end=config.data.at_end,
+            max_failures=config.services.max_failures,
+            lease_s=config.services.lease_s,
+            held_out=held_out,
+            samples=config.evaluation.samples,
+        )
+
+    def eta_prime(self, eta: int) -> int:
+        """Largest lag at a draw, so that the last of `reuse` steps still keeps `eta`."""
+        return eta - (self.reuse - 1)
+
+    def reach(self, eta: int) -> int:
+        """How many steps after its oldest version a group admitted under `eta` can be drawn."""
+        return self.eta_prime(eta if self.hard_max is None else self.hard_max)
+
+    @property
+    def waits(self) -> bool:
+        """Nothing is lost: a draw must leave the rest feasible."""
+        return self.on_exceed in ("wait", "correct")

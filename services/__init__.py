@@ -1,0 +1,4 @@
+"""The services of a run, one folder each: rollout, reward, trainer, weight_sync. None imports another.
+
+The buffer's service lies in buffers/, around the state machine that it serves.
+"""

@@ -1,0 +1,322 @@
+"""Continuous batching by Hugging Face transformers: requests join and leave at every decoding step.
+
+    event loop                          generation thread (transformers' manager)
+    generate -> submit ---------------> schedule, forward pass
+       |                                  _choose: one token a row, appended to its draft
+       +<---- future <- _Router <-------- request finished
+    update -> pause ------------------> stands still between two steps
+       read -> weights in place
+       cancel, submit prompt + draft    (the cache is computed again; not with keep_cache)
+    _watch: a thread that died or hangs fails every request
+
+What a request was cancelled for is never read again: tokens of unknown requests are thrown away, so a draft is
+cut exactly at the count it had at the pause.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+
+from async_rl.config.schema import Sampling, TransformersEngine as Settings
+from async_rl.errors import EngineDied, EngineFault, UserError
+from async_rl.models.attention import NAME as PACKED
+from async_rl.models.attention import use_packed_attention
+from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights
+from async_rl.services.rollout.live_weights import LiveWeights
+from async_rl.services.rollout.sampler import Row, sample, truncates
+from async_rl.trajectory import StopReason
+
+WATCH_S = 0.25
+STALL_S = 300.0  # no forward pass takes so long
+STOP_S = 5.0
+CACHE_BYTES = 2**30  # of a cache whose size the configuration leaves open, at most
+ABANDONED = Row(Sampling(), False, 0.0)  # of a cancelled request that is still in this batch
+
+log = logging.getLogger(__name__)
+
+
+class _Request:
+    def __init__(
+        self, prompt: list[int], sampling: Sampling, greedy: bool, limit: int, seed: int, draft: Draft
+    ) -> None:
+        self.id = ""  # a new one with each submission
+        self.prompt, self.sampling, self.greedy, self.limit = prompt, sampling, greedy, limit
+        self.uniform = random.Random(seed).random
+        self.draft = draft
+        self.truncates = truncates(sampling) and not greedy
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class TransformersEngine:
+    """An Engine. `model`: a transformers causal language model; `end_tokens` end a completion."""
+
+    returns_survivors = True
+
+    def __init__(self, model: Any, end_tokens: list[int], settings: Settings) -> None:
+        self.version = -1
+        self._ends = frozenset(end_tokens)
+        self._live = LiveWeights(model.eval().requires_grad_(False))
+        attention = use_packed_attention(model)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        blocks = settings.num_blocks or default_blocks(model, settings, positions)
+        self.context = min(positions, blocks * settings.page_size)
+        self._manager = model.init_continuous_batching(
+            generation_config=GenerationConfig(eos_token_id=sorted(end_tokens) or -1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=blocks,
+                page_size=settings.page_size,
+                max_batch_tokens=settings.max_batch_tokens,
+                max_requests_per_batch=min(settings.max_requests, settings.max_batch_tokens),
+                allow_block_sharing=False,  # shared prefixes would outlive an update of the weights
+                use_async_batching=False,  # rows are sampled on the host, one step after another
+                use_cuda_graph=False,
+            ),
+        )
+        self._manager.output_router = _Router(self)
+        self._manager.warmup()  # makes the batch processor, which has the two seams below
+        processor = self._manager.batch_processor
+        processor.model_runner._sample = self._choose
+        if attention == PACKED:
+            processor.cache.update = partial(_leave_in_pages, processor.cache)
+        self._inputs = processor.inputs_and_outputs
+        self._requests: dict[str, _Request] = {}
+        self._ids = map(str, itertools.count())
+        self._failure: EngineDied | None = None
+        self._standing = False
+        self._pauser = ThreadPoolExecutor(1, "pause")  # a pause belongs to the thread that asked for it
+        self._turn = asyncio.Lock()  # updates, one at a time
+        self._open = asyncio.Event()  # no update is under way
+        self._open.set()
+        self._loop = asyncio.get_running_loop()
+        self._died: asyncio.Future[None] = self._loop.create_future()
+        self._manager.start()
+        self._watching = self._loop.create_task(self._watch(), name="engine watch")
+
+    async def generate(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        greedy: bool = False,
+        seed: int = 0,
+        draft: Draft | None = None,
+    ) -> Completion:
+        draft = draft or Draft()
+        limit = min(sampling.max_new_tokens, self.context - len(prompt))
+        if limit < 1:
+            raise EngineFault(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
+        request = _Request(prompt, sampling, greedy, limit, seed, draft)
+        await self._open.wait()
+        self._submit(request)
+        try:
+            await request.done
+        finally:
+            if not request.done.done() or request.done.cancelled():
+                self._manager.cancel_request(request.id)
+            self._requests.pop(request.id, None)
+        return draft.completion(self._stop_reason(request))
+
+    async def update(self, read: ReadWeights, *, keep_cache: bool = False) -> None:
+        written = False
+
+        async def apply(weights: Weights) -> None:
+            nonlocal written
+            await self._alive(self._loop.run_in_executor(self._pauser, self._live.load, weights))
+            written = True
+
+        async with self._turn:
+            self._open.clear()
+            try:
+                async with self._paused():
+                    try:
+                        self.version = await read(apply)
+                    except BaseException as error:
+                        if written:
+                            self._die(f"weights were given up while they were read: {error!r}")
+                        raise
+                    if not keep_cache:
+                        self._resubmit()
+            finally:
+                self._open.set()
+
+    async def close(self) -> None:
+        self._watching.cancel()
+        stop = partial(self._manager.stop, hard_stop=True, timeout=STOP_S)
+        if self._manager.is_running():
+            await self._loop.run_in_executor(self._pauser, stop)
+        self._pauser.shutdown(wait=False)
+
+    def checksums(self) -> dict[str, int]:
+        """xxh3_64 of each live parameter's bytes."""
+        return self._live.checksums()
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def _submit(self, request: _Request) -> None:
+        """Hand the prompt and what is drafted so far to the manager, under a new id."""
+        if self._failure is not None:
+            raise self._failure
+        request.id = next(self._ids)
+        request.draft.mark(self.version)
+        self._requests[request.id] = request
+        accepted = self._manager.add_request(
+            request.prompt + request.draft.tokens,
+            request_id=request.id,
+            max_new_tokens=request.limit - len(request.draft.tokens),
+        )
+        if accepted is None:
+            self._die("the generation thread takes no more requests")
+            raise self._failure or EngineDied("no more requests")
+
+    def _resubmit(self) -> None:
+        for request in list(self._requests.values()):
+            if not self._complete(request):  # else its end is on the way to the event loop
+                self._manager.cancel_request(request.id)
+                del self._requests[request.id]
+                self._submit(request)
+
+    def _complete(self, request: _Request) -> bool:
+        tokens = request.draft.tokens
+        return len(tokens) >= request.limit or (bool(tokens) and tokens[-1] in self._ends)
+
+    def _stop_reason(self, request: _Request) -> StopReason:
+        tokens = request.draft.tokens
+        if tokens[-1] in self._ends:
+            return "eos"
+        return "length" if len(tokens) >= request.sampling.max_new_tokens else "context"
+
+    def settle(self, outputs: list[Any]) -> None:
+        """What the manager says of requests that ended; on the event loop."""
+        for output in outputs:
+            request = self._requests.get(output.request_id)
+            if request is None or request.done.done():
+                continue
+            if output.error is None:
+                request.done.set_result(None)
+            elif self._manager.background_thread_status.can_accept_new_requests() is None:
+                request.done.set_exception(EngineFault(output.error))
+            else:
+                self._die(output.error)
+
+    # --- in the generation thread --------------------------------------------------------------------
+
+    def _choose(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """Sample a token for each request in the batch that is past its prompt; transformers' own step.
+
+        scores [1, rows, V] float32, rows of such requests first; tokens go to output_ids [.., rows].
+        """
+        states = [entry.state for entry in self._inputs.requests_in_batch if entry.has_new_token]
+        if not states:
+            return
+        requests = [self._requests.get(state.request_id) for state in states]
+        rows = [ABANDONED if r is None else Row(r.sampling, r.greedy, r.uniform()) for r in requests]
+        tokens, logprobs, survivors = sample(scores[0, : len(rows)], rows)
+        output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype)
+        for request, token, logprob, kept in zip(requests, tokens, logprobs, survivors, strict=True):
+            if request is not None:
+                request.draft.logprobs.append(logprob)
+                if kept is not None:
+                    request.draft.survivors.append(kept)
+                request.draft.tokens.append(token)  # last: what looks at the draft counts tokens
+
+    # --- pause and death -----------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        stack = contextlib.ExitStack()
+        entering = self._loop.run_in_executor(self._pauser, lambda: stack.enter_context(self._manager.pause()))
+        try:
+            await self._alive(asyncio.shield(entering))
+            self._standing = True
+            yield
+        finally:
+            self._standing = False
+            # Behind `entering` in the same thread: a pause that is entered late is left all the same.
+            self._pauser.submit(stack.close)
+
+    async def _alive(self, awaited: "asyncio.Future[Any]") -> None:
+        """Wait for `awaited`, or for the engine's death."""
+        await asyncio.wait({awaited, self._died}, return_when=asyncio.FIRST_COMPLETED)
+        if self._failure is not None:
+            raise self._failure
+        await awaited
+
+    async def _watch(self) -> None:
+        """Nothing waits for a thread that is dead, or that makes no step."""
+        step, since = -1, self._loop.time()
+        while self._failure is None:
+            await asyncio.sleep(WATCH_S)
+            status = self._manager.background_thread_status
+            if status.fatal_error is not None or not self._manager.is_running():
+                self._die(f"the generation thread ended: {status.fatal_error!r}")
+            now, at = self._loop.time(), getattr(self._manager, "current_batch", -1)
+            if at != step or not self._requests or self._standing:
+                step, since = at, now
+            elif now - since > STALL_S:
+                self._die(f"no step in {STALL_S:g} s with {len(self._requests)} requests in flight")
+
+    def _die(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = EngineDied(f"transformers engine: {reason}")
+            log.error("%s", self._failure)
+            self._died.set_result(None)
+        for request in self._requests.values():
+            if not request.done.done():
+                request.done.set_exception(self._failure)
+
+
+class _Router(OutputRouter):  # type: ignore[misc]
+    """Carries the manager's results to the engine's event loop; nothing is queued for requests that are gone."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        super().__init__()
+        self._settle = engine.settle
+        self._loop = asyncio.get_running_loop()
+
+    def deliver(self, output: Any) -> None:
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        self._loop.call_soon_threadsafe(self._settle, outputs)
+
+
+def _leave_in_pages(
+    cache: Any, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write new keys and values [1, Hk, T, D] to the paged cache and let attention read them where they lie.
+
+    The cache's own `update` copies all that was cached into one tensor first; attention then copies again to
+    batch sequences of like length.
+    """
+    allocator = cache.layer_to_allocator[layer]
+    if allocator.layer_type != "full_attention":
+        raise UserError(f"layer {layer} has {allocator.layer_type}, which this engine does not sample with")
+    read, write = (kwargs[name][allocator.index] for name in ("read_index", "write_index"))
+    kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][allocator.layer_type]
+    kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
+    allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, read[:0], write)
+    if not read.numel():
+        return key, value
+    kwargs["key_rows"] = read
+    keys, values = allocator.get_cache_for_block_table(layer)  # [pages, page size, Hk, D]
+    return keys.flatten(0, 1).transpose(0, 1)[None], values.flatten(0, 1).transpose(0, 1)[None]
+
+
+def default_blocks(model: Any, settings: Settings, positions: int) -> int:
+    """Pages for `max_requests` sequences that fill the context, within CACHE_BYTES; one such sequence at least."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    block_bytes = 2 * heads * width * config.num_hidden_layers * model.dtype.itemsize * settings.page_size
+    sequence = -(-min(positions, 2**20) // settings.page_size)
+    return max(sequence, min(sequence * settings.max_requests, CACHE_BYTES // block_bytes))

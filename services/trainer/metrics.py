@@ -1,0 +1,183 @@
+"""The figures of a step and of an evaluation: one JSON line each in the run's metrics.jsonl.
+
+`policy_loss` is written for debugging only. It is no progress signal: advantages are centred, so it stays
+near 0 while the policy learns. Lead with `reward_mean`, the held-out lines and `mismatch_kl_k3`.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from async_rl.algorithms.kl import Mismatch
+from async_rl.config.schema import OnExceed
+from async_rl.protocol.buffer import Drawn, EvaluationReport, SourceScore
+from async_rl.services.trainer.masks import Reason
+from async_rl.services.trainer.step import StepResult, flat
+
+
+class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
+    """A figure that nothing gives in this step (no voter, no forward pass) is null."""
+
+    step: int
+    version: int  # after it
+    sequence: int  # how often this draw was trained before
+    wall_s: float  # since the trainer's start
+    draw_wait_s: float  # idle, until the batch was there
+    train_s: float
+    # rewards, over voting members
+    groups: int
+    members: int
+    voting: int
+    reward_mean: float | None
+    reward_by_source: dict[str, float]
+    zero_variance_share: float  # groups whose voters' rewards were all equal
+    held_out: float | None  # the newest evaluation's mean reward, on tasks that are not trained
+    held_out_version: int | None
+    # staleness, over the tokens in the loss
+    lag_mean: float | None
+    lag_max: int | None
+    lag_histogram: dict[int, int]  # lag -> tokens
+    on_exceed: OnExceed
+    masked_share: float  # of action tokens, left out of the loss for any reason
+    masked_by: dict[Reason, float]  # share of action tokens by reason; `stale` is what on_exceed masked
+    dropped_stale: int  # groups so far
+    failed: int  # groups so far
+    # behaviour policy against the trainer's before its first update, over action tokens that needed a pass
+    mismatch_kl_k1: float | None
+    mismatch_kl_k3: float | None
+    mismatch_by_lag: dict[int, tuple[float, float]]  # lag -> (k1, k3)
+    ratio_mean: float | None
+    ratio_max: float | None
+    effective_sample_size: float | None  # share of the tokens
+    # the updates, over tokens in the loss that needed a pass
+    entropy: float | None
+    clip_fraction: float | None
+    gradient_norm: float  # before clipping; mean over the updates
+    learning_rate: float  # of the last update
+    policy_loss: float  # no progress signal
+    updates: int
+    skipped_updates: int
+    skipped: list[str]  # why
+    # lengths, in action tokens
+    length_mean: float
+    length_max: int
+    truncated_share: float
+    trained_tokens: int
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluation"):
+    """Held-out score of exactly `version`; younger than `asked` where that was gone (`restarted` > 0)."""
+
+    version: int
+    asked: int
+    restarted: int
+    mean_reward: float
+    voting: int
+    samples: int
+    sources: dict[str, SourceScore]
+    wall_s: float  # since the trainer's start
+
+    @classmethod
+    def of(cls, report: EvaluationReport, wall_s: float) -> "EvaluationRecord":
+        return cls(
+            version=report.version,
+            asked=report.asked,
+            restarted=report.restarted,
+            mean_reward=report.mean_reward,
+            voting=report.voting,
+            samples=report.samples,
+            sources=report.sources,
+            wall_s=wall_s,
+        )
+
+
+Record = StepRecord | EvaluationRecord
+
+
+class MetricsFile:
+    """Appends one line a record."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, record: Record) -> None:
+        with self._path.open("ab") as file:  # NaN is written as null
+            file.write(msgspec.json.encode(record) + b"\n")
+
+
+def step_record(
+    drawn: Drawn,
+    result: StepResult,
+    *,
+    on_exceed: OnExceed,
+    wall_s: float,
+    draw_wait_s: float,
+    train_s: float,
+    held_out: EvaluationRecord | None,
+) -> StepRecord:
+    members = flat(drawn)
+    rewards = [m.score.reward for m in members if m.score.reward is not None]
+    lags = np.concatenate([mask.lag[mask.loss] for mask in result.masks])
+    lengths = [len(mask.loss) for mask in result.masks]
+    left_out: Counter[Reason] = sum((Counter(mask.left_out) for mask in result.masks), start=Counter())
+    passed = sum(update.tokens for update in result.updates)
+    mismatch = result.updates[0].mismatch if result.updates else Mismatch.none()
+    skipped = [update.skipped for update in result.updates if update.skipped]
+    return StepRecord(
+        step=drawn.step,
+        version=drawn.step + 1,
+        sequence=drawn.sequence,
+        wall_s=wall_s,
+        draw_wait_s=draw_wait_s,
+        train_s=train_s,
+        groups=len(drawn.groups),
+        members=len(members),
+        voting=len(rewards),
+        reward_mean=mean(rewards),
+        reward_by_source=by_source(drawn),
+        zero_variance_share=result.equal_groups / len(drawn.groups),
+        held_out=held_out.mean_reward if held_out else None,
+        held_out_version=held_out.version if held_out else None,
+        lag_mean=float(lags.mean()) if len(lags) else None,
+        lag_max=int(lags.max()) if len(lags) else None,
+        lag_histogram={int(lag): int(n) for lag, n in zip(*np.unique(lags, return_counts=True), strict=True)},
+        on_exceed=on_exceed,
+        masked_share=left_out.total() / sum(lengths),
+        masked_by={reason: count / sum(lengths) for reason, count in left_out.items() if count},
+        dropped_stale=drawn.dropped_stale,
+        failed=drawn.failed,
+        mismatch_kl_k1=mismatch.k1,
+        mismatch_kl_k3=mismatch.k3,
+        mismatch_by_lag=mismatch.by_lag(),
+        ratio_mean=mismatch.mean_ratio,
+        ratio_max=mismatch.max_ratio if mismatch.tokens else None,
+        effective_sample_size=mismatch.effective_sample_size,
+        entropy=sum(update.entropy for update in result.updates) / passed if passed else None,
+        clip_fraction=sum(update.clipped for update in result.updates) / passed if passed else None,
+        gradient_norm=mean([update.gradient_norm for update in result.updates]) or 0.0,
+        learning_rate=result.updates[-1].learning_rate,
+        policy_loss=mean([update.loss for update in result.updates]) or 0.0,
+        updates=len(result.updates),
+        skipped_updates=len(skipped),
+        skipped=skipped,
+        length_mean=sum(lengths) / len(lengths),
+        length_max=max(lengths),
+        truncated_share=sum(m.trajectory.stop != "eos" for m in members) / len(members),
+        trained_tokens=len(lags),
+    )
+
+
+def by_source(drawn: Drawn) -> dict[str, float]:
+    """Mean reward of the voting members of each source."""
+    rewards: dict[str, list[float]] = {}
+    for group in drawn.groups:
+        for member in group.members:
+            if member.score.reward is not None:
+                rewards.setdefault(group.task.source, []).append(member.score.reward)
+    return {source: sum(values) / len(values) for source, values in sorted(rewards.items())}
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

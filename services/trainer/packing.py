@@ -1,0 +1,158 @@
+"""Trajectories to micro-batches without padding, the prompt of a group computed once.
+
+Members of a group have the same prompt; it lies in the row once, with each member's own tokens behind it:
+
+    row         P P P a a a b b        group with prompt P, members a and b
+    position    0 1 2 3 4 5 3 4
+    attention   P P P a a a | P P P b b        what `expand` makes of the row, `collapse` takes back
+
+Everything but the attention works on the row. The attention sees whole sequences, kept apart by `cu_seq_lens`,
+so a member reads the same as alone. Its last token predicts nothing that is trained and is left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rl.errors import InvariantError
+from async_rl.services.trainer.samples import Sample
+
+
+@dataclass(frozen=True)
+class Pack:
+    """S trajectories in a row of T tokens, A of their tokens sampled, E tokens with each prompt repeated."""
+
+    input_ids: Tensor  # [1, T] int64
+    position_ids: Tensor  # [1, T] int64, from 0 in each sequence
+    expand: Tensor  # [E] int64, where in the row the tokens of the whole sequences are
+    collapse: Tensor  # [T] int64, where among those the tokens of the row are
+    cu_seq_lens: Tensor  # [S + 1] int32, of the whole sequences
+    max_length: int
+    predict: Tensor  # [A] int64, where in the row the logits of each action token stand
+    targets: Tensor  # [A] int64, the action tokens
+    sequence: Tensor  # [A] int64, 0..S-1
+    sequences: int
+    behaviour: Tensor  # [A] float32
+    finite: Tensor  # [A] bool
+    loss: Tensor  # [A] bool
+    lag: Tensor  # [A] int64
+    advantages: Tensor  # [A] float32
+    survivors: Tensor | None  # [A, k] int64, -1 padded
+
+    def to(self, device: torch.device) -> "Pack":
+        """The same on `device`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Positions of `lengths` in bins of at most `capacity` together; one that is longer has its own bin.
+
+    Deterministic: equal lengths in their order, bins and what is in them in the order of the input.
+    """
+    bins: list[tuple[int, list[int]]] = []
+    for position in sorted(range(len(lengths)), key=lambda p: (-lengths[p], p)):
+        length = lengths[position]
+        for number, (room, members) in enumerate(bins):
+            if length <= room:
+                members.append(position)
+                bins[number] = (room - length, members)
+                break
+        else:
+            bins.append((max(capacity - length, 0), [position]))
+    return sorted(sorted(members) for _, members in bins)
+
+
+def packs(samples: Sequence[Sample], capacity: int) -> list[Pack]:
+    """`samples` in micro-batches of at most `capacity` tokens (trainer.micro_batch_tokens)."""
+    parts = [part for family in families(samples) for part in _cut(family, capacity)]
+    bins = first_fit_decreasing([_tokens(part) for part in parts], capacity)
+    return [pack([sample for p in members for sample in parts[p]]) for members in bins]
+
+
+def families(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """`samples` by equal prompts, in the order in which they come."""
+    by_prompt: dict[bytes, list[Sample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt.numpy().tobytes(), []).append(sample)
+    return list(by_prompt.values())
+
+
+def pack(samples: Sequence[Sample]) -> Pack:
+    """All of `samples` as one micro-batch."""
+    row: list[Tensor] = []
+    positions: list[Tensor] = []
+    expand: list[Tensor] = []
+    collapse: list[Tensor] = []
+    predict: list[Tensor] = []
+    lengths: list[int] = []
+    ordered = [sample for family in families(samples) for sample in family]
+    placed = 0  # tokens in the row so far
+    for family in families(samples):
+        prompt, start = family[0].prompt, placed
+        shared = len(prompt)
+        row.append(prompt)
+        positions.append(torch.arange(shared))
+        collapse.append(torch.arange(shared) + sum(lengths))
+        placed += shared
+        for sample in family:
+            own = sample.own
+            before = sample.action - 1
+            predict.append(torch.where(before < shared, start + before, placed + before - shared))
+            expand += [torch.arange(start, start + shared), torch.arange(placed, placed + len(own))]
+            collapse.append(torch.arange(len(own)) + sum(lengths) + shared)
+            positions.append(torch.arange(shared, shared + len(own)))
+            row.append(own)
+            lengths.append(shared + len(own))
+            placed += len(own)
+    counts = torch.tensor([len(sample.action) for sample in ordered])
+    return Pack(
+        input_ids=torch.cat(row)[None],
+        position_ids=torch.cat(positions)[None],
+        expand=torch.cat(expand),
+        collapse=torch.cat(collapse),
+        cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        max_length=max(lengths),
+        predict=torch.cat(predict),
+        targets=torch.cat([sample.tokens[sample.action] for sample in ordered]),
+        sequence=torch.arange(len(ordered)).repeat_interleave(counts),
+        sequences=len(ordered),
+        behaviour=torch.cat([sample.behaviour for sample in ordered]),
+        finite=torch.cat([sample.finite for sample in ordered]),
+        loss=torch.cat([sample.loss for sample in ordered]),
+        lag=torch.cat([sample.lag for sample in ordered]),
+        advantages=torch.cat([sample.advantages for sample in ordered]),
+        survivors=_survivors([sample.survivors for sample in ordered]),
+    )
+
+
+def _tokens(family: Sequence[Sample]) -> int:
+    """Tokens of a row that holds `family`, whose prompt is one."""
+    return len(family[0].prompt) + sum(len(sample.own) for sample in family)
+
+
+def _cut(family: list[Sample], capacity: int) -> list[list[Sample]]:
+    """`family` in parts that fit `capacity`, each with the prompt again; one sample at least in each."""
+    parts: list[list[Sample]] = [[]]
+    for sample in family:
+        if parts[-1] and _tokens([*parts[-1], sample]) > capacity:
+            parts.append([])
+        parts[-1].append(sample)
+    return parts
+
+
+def _survivors(kept: Sequence[Tensor | None]) -> Tensor | None:
+    given = [k for k in kept if k is not None]
+    if not given:
+        return None
+    if len(given) < len(kept):
+        raise InvariantError(
+            "some trajectories of the draw have their top_p / top_k survivors, some have not"
+        )
+    widest = max(k.shape[1] for k in given)
+    padded = [torch.nn.functional.pad(k, (0, widest - k.shape[1]), value=-1) for k in given]
+    return torch.cat(padded)

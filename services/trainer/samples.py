@@ -1,0 +1,74 @@
+"""The trajectories of a draw as the tensors that the update works on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.errors import InvariantError
+from async_rl.services.trainer.masks import Masked
+from async_rl.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory of T tokens, A of them sampled."""
+
+    tokens: Tensor  # [T] int64
+    action: Tensor  # [A] int64, positions of the sampled tokens
+    behaviour: Tensor  # [A] float32, log-probabilities as stored; 0 where they were not finite
+    finite: Tensor  # [A] bool, where they were
+    loss: Tensor  # [A] bool
+    lag: Tensor  # [A] int64
+    advantages: Tensor  # [A] float32
+    survivors: Tensor | None = None  # [A, k] int64, ids kept by top_p / top_k, -1 padded
+
+    @property
+    def prompt(self) -> Tensor:
+        """The tokens before the first sampled one."""
+        return self.tokens[: self.action[0]]
+
+    @property
+    def own(self) -> Tensor:
+        """The tokens from the first sampled one, without the last, which predicts nothing."""
+        return self.tokens[self.action[0] : self.action[-1]]
+
+    @property
+    def trained(self) -> int:
+        """Tokens in the loss."""
+        return int(self.loss.sum())
+
+    @property
+    def carries(self) -> bool:
+        """Whether any token in the loss has an advantage other than 0."""
+        return bool((self.advantages[self.loss] != 0).any())
+
+
+def sample_of(trajectory: Trajectory, mask: Masked, advantages: Tensor) -> Sample:
+    """`trajectory` under its loss mask with the advantages [A] of its action tokens."""
+    positions = np.flatnonzero(trajectory.action)
+    if positions[0] == 0:
+        raise InvariantError("the first token of a trajectory is an action: nothing predicts it")
+    behaviour = trajectory.logprobs[positions].astype(np.float32)
+    finite = np.isfinite(behaviour)
+    return Sample(
+        tokens=torch.tensor(trajectory.tokens, dtype=torch.int64),
+        action=torch.tensor(positions, dtype=torch.int64),
+        behaviour=torch.tensor(np.where(finite, behaviour, 0.0), dtype=torch.float32),
+        finite=torch.tensor(finite),
+        loss=torch.tensor(mask.loss),
+        lag=torch.tensor(mask.lag),
+        advantages=advantages.to(torch.float32),
+        survivors=_survivors(trajectory, positions),
+    )
+
+
+def _survivors(trajectory: Trajectory, positions: np.ndarray) -> Tensor | None:
+    kept = trajectory.survivors
+    if kept is None:
+        return None
+    sampled = trajectory.tokens[positions]
+    if kept.shape[0] != len(positions) or not (kept == sampled[:, None]).any(axis=1).all():
+        raise InvariantError("a sampled token is not among the survivors of top_p / top_k stored for it")
+    return torch.tensor(kept, dtype=torch.int64)

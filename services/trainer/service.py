@@ -1,0 +1,265 @@
+"""The trainer's service: for each step of the run
+
+    draw        wait for the batch, at most trainer.draw_wait_s      unblocked by the buffer
+    update      in a thread of its own, so that heartbeats go on
+    finish      the buffer has the step durably: the version rises   before anyone can see the weights
+    publish     to the relay, never to a rollout
+    evaluate, checkpoint where due
+
+A publication that fails leaves the receivers on the version they have; the run goes on.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from async_rl.actor.remote import Remote
+from async_rl.actor.service import Service
+from async_rl.config.modes import bounds
+from async_rl.config.schema import Config
+from async_rl.errors import AsyncRLError, DeadlineExceeded, InvariantError, PublicationError
+from async_rl.models.load import from_gguf, load_policy, load_tokenizer
+from async_rl.protocol.buffer import (
+    BufferReply,
+    BufferReport,
+    BufferRequest,
+    Close,
+    DataEnded,
+    Draw,
+    Drawn,
+    EvaluationReport,
+    FinishStep,
+    GetBuffer,
+    NotYet,
+)
+from async_rl.protocol.control import ControlReply, ControlRequest, Stop
+from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
+from async_rl.services.trainer.checkpoint import Checkpoints
+from async_rl.services.trainer.evaluation import Evaluations
+from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, StepRecord, step_record
+from async_rl.services.trainer.policy import Policy
+from async_rl.services.trainer.step import train_step
+from async_rl.services.trainer.summary import summary, write
+from async_rl.weights.writer import Publisher
+
+POLL_S = 2.0  # of a long poll: how late an ordered stop is noticed
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TrainerService(Service):
+    kind = "trainer"
+    requests, replies = ControlRequest, ControlReply
+
+    def __init__(self, config: Config, name: str) -> None:
+        super().__init__(config, name)
+        self._stage = "starting"
+        self._steps: list[StepRecord] = []
+        self._evaluations: list[EvaluationRecord] = []
+        self._failed_publications = 0
+        self._started = time.monotonic()
+
+    async def work(self) -> None:
+        buffer = self.remote("buffer", BufferRequest, BufferReply)
+        relay = self.remote("weight_sync", WeightSyncRequest, WeightSyncReply)
+        # One thread for all of torch's work: the number of torch threads is a thread's own setting.
+        with ThreadPoolExecutor(
+            1, "trainer", torch.set_num_threads, (self.config.trainer.threads,)
+        ) as thread:
+            async with buffer, relay:
+                await self._work(buffer, relay, thread)
+
+    async def _work(self, buffer: Remote, relay: Remote, thread: ThreadPoolExecutor) -> None:
+        config, self._thread = self.config, thread
+        self._stage = "loading the model"
+        self._policy, self._tokenizer = await self._in_thread(self._load)
+        self._checkpoints = Checkpoints(self.run.checkpoints, config.trainer.keep_checkpoints)
+        self._metrics = MetricsFile(self.run.metrics)
+        self._epoch = self.run.next_trainer_epoch()
+        self._publisher = Publisher(
+            relay,
+            epoch=self._epoch,
+            bucket_bytes=config.weight_sync.bucket_bytes,
+            publish_s=config.weight_sync.publish_s,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            announcing = tasks.create_task(self._publisher.announce_forever(), name="announcing weights")
+            evaluations = Evaluations(buffer, tasks, self._evaluated, config.evaluation.wait_s)
+            ended = await self._train(buffer, evaluations)
+            await self._close(buffer, evaluations, ended)
+            announcing.cancel()
+        await relay.ask(Stop(f"the run is over: {ended}"))
+        self._stage = "done"
+
+    async def _train(self, buffer: Remote, evaluations: Evaluations) -> str:
+        """The steps of the run; why they ended."""
+        config = self.config
+        self.version = 0
+        await self._publish(0)
+        self._started = time.monotonic()
+        if config.data.held_out and config.evaluation.at_start:
+            await evaluations.start(0)
+        for step in range(config.max_steps):
+            asked = time.monotonic()
+            drawn = await self._draw(buffer, step)
+            if not isinstance(drawn, Drawn):
+                return drawn
+            self._stage = f"updating with the batch of step {step}"
+            await self._step(drawn, asked)
+            self._stage = f"finishing step {step}"
+            finished = await buffer.ask(FinishStep(step, self._epoch))
+            if finished.version != step + 1:
+                raise InvariantError(f"the buffer is at version {finished.version} after step {step}")
+            self.version = step + 1
+            self._stage = f"publishing version {self.version}"
+            await self._publish(self.version)
+            await self._whenever_due(evaluations)
+        return "max_steps"
+
+    async def _draw(self, buffer: Remote, step: int) -> Drawn | str:
+        """The batch of `step`, or the reason why there is none."""
+        wait_s = self.config.trainer.draw_wait_s
+        deadline, reason = time.monotonic() + wait_s, "the buffer gave no reason"
+        self._stage = "waiting for a draw"
+        while not self.stopping.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"the batch of step {step} ({reason})", wait_s, "trainer.draw_wait_s")
+            poll = min(POLL_S, left)
+            match await buffer.ask(Draw(step, self._epoch, poll), wait_s=poll):
+                case Drawn() as drawn if drawn.step != step:
+                    raise InvariantError(f"asked for the batch of step {step}, got that of {drawn.step}")
+                case Drawn() as drawn:
+                    return drawn
+                case DataEnded(reason=reason):
+                    return reason
+                case NotYet(reason=reason):
+                    self._stage = f"waiting for a draw: {reason}"
+        return "stopped"
+
+    async def _step(self, drawn: Drawn, asked: float) -> None:
+        began = time.monotonic()
+        result = await self._in_thread(lambda: train_step(drawn, self._policy, self.config))
+        now = time.monotonic()
+        record = step_record(
+            drawn,
+            result,
+            on_exceed=bounds(self.config).on_exceed,
+            wall_s=now - self._started,
+            draw_wait_s=began - asked,
+            train_s=now - began,
+            held_out=self._evaluations[-1] if self._evaluations else None,
+        )
+        self._steps.append(record)
+        self._metrics.write(record)
+
+    async def _publish(self, version: int) -> None:
+        try:
+            await self._publisher.publish(version, self._policy.model)
+        except PublicationError as error:
+            self._failed_publications += 1
+            log.warning("version %d was not published, receivers stay on theirs: %s", version, error)
+
+    async def _whenever_due(self, evaluations: Evaluations) -> None:
+        """An evaluation and a checkpoint of this version, where the settings ask for them."""
+        config, last = self.config, self.version == self.config.max_steps
+        if config.data.held_out and _due(self.version, config.evaluation.every) and not last:
+            await evaluations.start(self.version)
+        if _due(self.version, config.trainer.checkpoint_every):
+            await self._checkpoint()
+
+    async def _checkpoint(self) -> Path:
+        return await self._in_thread(
+            lambda: self._checkpoints.save(self._policy.model, self._tokenizer, self.version)
+        )
+
+    async def _close(self, buffer: Remote, evaluations: Evaluations, ended: str) -> None:
+        """Last checkpoint, last evaluation, summary; then the buffer may send the workers home."""
+        wall_s = time.monotonic() - self._started
+        checkpoint = await self._checkpoint() if self.version else None
+        if self.stopping.is_set():
+            evaluations.cancel()
+        else:
+            if self.config.data.held_out and self.version:
+                await evaluations.start(self.version)
+            self._stage = "waiting for the last evaluation"
+            await evaluations.finish()
+        self._stage = "closing"
+        report = await self._report(buffer)
+        final = summary(
+            self.config,
+            self._steps,
+            self._evaluations,
+            report,
+            ended=ended,
+            failed_publications=self._failed_publications,
+            wall_s=wall_s,
+            checkpoint=checkpoint,
+        )
+        write(self.run.summary, final)
+        if report is not None:
+            await buffer.ask(Close(ended))
+
+    async def _report(self, buffer: Remote) -> BufferReport | None:
+        """The buffer's figures; None where an ordered stop has taken the buffer away already."""
+        try:
+            async with asyncio.timeout(self.config.services.stop_s / 2 if self.stopping.is_set() else None):
+                report: BufferReport = await buffer.ask(GetBuffer())
+                return report
+        except (TimeoutError, AsyncRLError) as error:
+            if not self.stopping.is_set():
+                raise
+            log.warning("no figures from the buffer: %s", error or "it is gone")
+            return None
+
+    def _load(self) -> tuple[Policy, Any]:
+        model = self.config.model
+        if model.path.endswith(".gguf"):  # transformers saves no checkpoint of a dequantised model
+            from_gguf(Path(model.path), self.run.path / "policy")
+            model = msgspec.structs.replace(model, path=str(self.run.path / "policy"))
+        torch.manual_seed(self.config.seed)
+        policy = Policy(load_policy(model, device=self.config.trainer.device), self.config)
+        return policy, load_tokenizer(model)
+
+    def _evaluated(self, report: EvaluationReport) -> None:
+        record = EvaluationRecord.of(report, time.monotonic() - self._started)
+        self._evaluations.append(record)
+        self._evaluations.sort(key=lambda e: e.version)
+        self._metrics.write(record)
+        log.info("held-out: version %d, mean reward %.3f", record.version, record.mean_reward)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def detail(self) -> dict[str, float | int | str]:
+        """Figures for the live line: those that exist so far."""
+        figures: dict[str, float | int | str | None] = {
+            "stage": self._stage,
+            "step": len(self._steps),
+            "version": self.version,
+            "max_steps": self.config.max_steps,
+        }
+        if self._evaluations:
+            figures["held_out"] = self._evaluations[-1].mean_reward
+        if self._steps:
+            last, wall_s = self._steps[-1], time.monotonic() - self._started
+            figures |= {
+                "reward": last.reward_mean,
+                "lag_mean": last.lag_mean,
+                "lag_max": last.lag_max,
+                "mismatch_kl": last.mismatch_kl_k3,
+                "trained_tokens_per_s": sum(step.trained_tokens for step in self._steps) / wall_s,
+                "idle_share": sum(step.draw_wait_s for step in self._steps) / wall_s,
+            }
+        return {key: value for key, value in figures.items() if value is not None}
+
+
+def _due(version: int, every: int) -> bool:
+    return every > 0 and version % every == 0

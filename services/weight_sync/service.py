@@ -1,0 +1,156 @@
+"""The weight-sync service: one relay a host, between the trainer and the rollouts.
+
+The trainer writes a slot and commits it; the relay verifies every byte of it and then makes the version
+visible, last. Waiting fetches get it at once. A publication that fails leaves the old version visible, and
+the next one works. What a relay that was started anew does not know, the trainer announces to it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from typing import Any, ClassVar
+
+from async_rl.actor.service import Service
+from async_rl.config.schema import Config
+from async_rl.errors import PublicationError
+from async_rl.protocol.weight_sync import (
+    Commit,
+    Fetch,
+    Manifest,
+    NoNewer,
+    Offer,
+    Rejected,
+    Release,
+    Released,
+    Slot,
+    Visible,
+    Weights,
+    WeightSyncReply,
+    WeightSyncRequest,
+)
+from async_rl.services.weight_sync.slots import Have, Refuse, SlotTable, Write
+from async_rl.weights.manifest import check_buckets, check_layout
+from async_rl.weights.slot import Maps, Slots
+
+log = logging.getLogger(__name__)
+
+
+class WeightSyncService(Service):
+    kind = "weight_sync"
+    requests: ClassVar[Any] = WeightSyncRequest
+    replies: ClassVar[Any] = WeightSyncReply
+
+    def __init__(self, config: Config, name: str) -> None:
+        super().__init__(config, name)
+        self._table = SlotTable(config.weight_sync.slots)
+        self._slots = Slots(config.weight_sync.directory, self.run.path)
+        self._maps = Maps(writable=False)
+        self._publishing = (
+            asyncio.Lock()
+        )  # the trainer's requests one by one: a slot is verified, then given away
+        self._news = asyncio.Condition()
+        self._published = self._rejected = self._revoked = 0
+
+    async def work(self) -> None:
+        """Nothing of its own to do: wait for the stop, let go of who waits, take the slots away."""
+        try:
+            await self.stopping.wait()
+            async with self._news:
+                self._news.notify_all()
+        finally:
+            self._slots.remove()
+
+    async def handle(self, request: Any) -> Any:
+        match request:
+            case Offer():
+                async with self._publishing:
+                    return await self._offer(request)
+            case Commit():
+                async with self._publishing:
+                    return await self._commit(request)
+            case Fetch():
+                return await self._fetch(request)
+            case Release(worker=worker, ticket=ticket):
+                return Released(self._table.release(worker, ticket))
+
+    async def _offer(self, offer: Offer) -> Slot | Rejected:
+        match self._table.offer(offer.version, offer.epoch):
+            case Refuse(reason=reason):
+                return self._reject(offer.version, reason)
+            case Have():
+                return Slot("", have=True)
+            case Write(index=index, fresh=fresh, revoked=revoked):
+                if revoked:
+                    self._revoked += len(revoked)
+                    log.warning(
+                        "slot %d is taken back from %s (weight_sync.slots)", index, ", ".join(revoked)
+                    )
+                try:
+                    return Slot(
+                        await asyncio.to_thread(self._slots.allocate, index, offer.nbytes, fresh=fresh)
+                    )
+                except PublicationError as error:
+                    self._table.give_up()
+                    return self._reject(offer.version, str(error))
+
+    async def _commit(self, commit: Commit) -> Visible | Rejected:
+        manifest, index = commit.manifest, self._slots.index(commit.path)
+        match self._table.judge(manifest, index):
+            case Refuse(reason=reason):
+                return self._reject(manifest.version, reason)
+            case Have():
+                return Visible(manifest.version)
+        assert index is not None
+        wrong = await asyncio.to_thread(self._verify, manifest, commit.path)
+        if wrong:
+            return self._reject(manifest.version, wrong[0])
+        self._table.show(manifest, index)
+        self.version = manifest.version
+        self._published += 1
+        log.info("version %d is visible: %d bytes in slot %d", manifest.version, manifest.nbytes, index)
+        async with self._news:
+            self._news.notify_all()
+        return Visible(manifest.version)
+
+    def _verify(self, manifest: Manifest, path: str) -> list[str]:
+        """What is wrong with the slot, read in a thread so that heartbeats go on."""
+        wrong = check_layout(manifest)
+        if wrong:
+            return wrong
+        try:
+            buffer = self._maps.open(path)
+        except PublicationError as error:
+            return [str(error)]
+        if len(buffer) < manifest.nbytes:
+            return [f"slot {path} has {len(buffer)} of {manifest.nbytes} bytes"]
+        return [f"checksum of bucket {k} is wrong" for k in check_buckets(manifest, buffer)]
+
+    def _reject(self, version: int, reason: str) -> Rejected:
+        self._rejected += 1
+        log.warning("version %d is rejected: %s; visible stays %d", version, reason, self._table.version)
+        return Rejected(reason)
+
+    async def _fetch(self, fetch: Fetch) -> Weights | NoNewer:
+        turn = self._table.begin(fetch.worker)
+
+        def over() -> bool:
+            newer = self._table.version > fetch.have
+            return newer or self.stopping.is_set() or not self._table.is_due(fetch.worker, turn)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(fetch.wait_s), self._news:
+                self._news.notify_all()  # an older fetch of this worker is void now
+                await self._news.wait_for(over)
+        visible = self._table.visible()
+        if visible is None or self._table.version <= fetch.have or not self._table.is_due(fetch.worker, turn):
+            return NoNewer(self._table.version)
+        index, manifest = visible
+        return Weights(manifest, self._slots.path(index), self._table.read(fetch.worker).number)
+
+    def detail(self) -> dict[str, float | int | str]:
+        return {
+            "published": self._published,
+            "rejected": self._rejected,
+            "revoked": self._revoked,
+            "readers": self._table.readers,
+        }

@@ -1,0 +1,58 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import UserError
+from async_rl.rundir import RunDir
+
+
+def test_an_announced_address_is_found_and_withdrawn(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    assert run.address("buffer") is None
+    run.announce("buffer", "tcp://127.0.0.1:5")
+    assert (run.address("buffer"), run.pid("buffer"), run.services()) == ("tcp://127.0.0.1:5", os.getpid(), ["buffer"])
+    run.withdraw("buffer")
+    assert run.address("buffer") is None
+
+
+def test_a_damaged_announcement_counts_as_none(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    (tmp_path / "services" / "buffer.json").write_text("{half")
+    assert run.address("buffer") is None
+
+
+def test_a_service_runs_once_in_a_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    code = f"from async_rl.rundir import RunDir\nwith RunDir({str(run.path)!r}).claim('buffer'): pass"
+    with run.claim("buffer"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert "its buffer is running already" in done.stderr
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_an_earlier_run_left_is_moved_never_lost(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    assert run.set_aside_previous() is None
+    for text in ("first", "second"):
+        run.metrics.write_text(text)
+        (run.checkpoints / "step-00000001").mkdir()
+        moved = run.set_aside_previous()
+        assert moved is not None
+        assert (moved / "metrics.jsonl").read_text() == text
+        assert (moved / "checkpoints" / "step-00000001").is_dir()
+        assert not run.metrics.exists()
+        assert run.checkpoints.is_dir()
+    assert sorted(p.name for p in (run.path / "previous").iterdir()) == ["1", "2"]
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        RunDir(tmp_path / "file" / "run").create()
