@@ -141,8 +141,8 @@ class ForTrainer:
         new_groups = waiting.late is None and not state.exhausted and state.capacity > 0
         if not open_groups and not new_groups:
             reason = (
-                f"step {state.version} can never be drawn: {waiting.ready} of {waiting.size} groups are ready, "
-                "none is under way and none may be admitted"
+                f"step {state.version} can never be drawn: {waiting.ready} of {waiting.size} groups are "
+                "ready, none is under way and none may be admitted"
             )
             self._core.end_broken(reason)
             raise AsyncRLError(reason)

@@ -33,7 +33,8 @@ class ForWorkers:
             granted = grants.score(state, worker, incarnation, n)
         else:
             self._restart_evaluations(version, now)
-            granted = grants.generate(state, worker, incarnation, n, version)
+            sharers = sum(other.stage == "generate" for other in core.roster.live(now).values())
+            granted = grants.generate(state, worker, incarnation, n, version, sharers=sharers)
         core.record(*granted)
         leases = [state.leases[event.lease] for event in granted if isinstance(event, events.Leased)]
         for lease in leases:

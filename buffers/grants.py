@@ -10,77 +10,101 @@ from async_rl.buffers.state import State
 from async_rl.protocol.buffer import LeaseId, Stage
 
 
-def generate(state: State, worker: str, incarnation: str, n: int, version: int) -> list[events.Any]:
-    """Leases for at most `n` trajectories to a worker whose weights are `version`."""
-    granted: list[events.Any] = []
-    for group in state.held_out.in_order("waiting"):
-        if group.exact_version != version:
-            continue
-        members = group.missing
-        if len(members) > n:
-            return granted
-        n -= len(members)
-        granted.append(_lease(group.id, group.attempt, "generate", worker, incarnation, members, version))
-    for group in state.training.in_order("waiting"):
-        oldest = oldest_weights(state, group)
-        if version < oldest:
-            continue
-        members = group.missing
-        if len(members) > n:
-            return granted
-        n -= len(members)
-        granted.append(_lease(group.id, group.attempt, "generate", worker, incarnation, members, oldest))
-    return granted + _admit(state, worker, incarnation, n, version)
+class _Basket:
+    """What one Acquire gets: at most `room` trajectories, in the order in which they are put in."""
+
+    def __init__(self, worker: str, incarnation: str, stage: Stage, room: int) -> None:
+        self.room = room
+        self.events: list[events.Any] = []
+        self._worker, self._incarnation, self._stage = worker, incarnation, stage
+
+    def put(self, group: int, attempt: int, members: list[int], oldest: int) -> None:
+        self.room -= len(members)
+        lease = LeaseId(group, attempt, self._stage)
+        self.events.append(events.Leased(lease, self._worker, self._incarnation, members, oldest))
 
 
-def oldest_weights(state: State, group: Group) -> int:
-    """The weights that a group that came back may be sampled with, at least.
+def generate(
+    state: State, worker: str, incarnation: str, n: int, version: int, *, sharers: int = 1
+) -> list[events.Any]:
+    """Leases for at most `n` trajectories to a worker whose weights are `version`.
 
-    It is due anew, as if it were admitted now: since it was admitted, others may have been drawn before it,
-    and what it was due for may be taken. Finished members keep their deadline: new ones are no older.
+    sharers: rollout workers alive. One takes no more of the new groups than its share at a time, so that
+    where few may be admitted (sync) the others are not left idle.
     """
-    eta_prime = state.settings.eta_prime(group.eta)
-    oldest = admission.min_version(state.due(state.m - 1), state.version, eta_prime)
-    return oldest if group.sampled is None else max(oldest, group.sampled)
-
-
-def _admit(state: State, worker: str, incarnation: str, n: int, version: int) -> list[events.Any]:
-    size, eta_prime = state.settings.group_size, state.settings.eta_prime(state.eta)
-    again, cursor, m, number = iter(state.again), state.cursor, state.m, state.admitted
-    granted: list[events.Any] = []
-    for _ in range(min(state.capacity, n // size)):
-        oldest = admission.min_version(state.due(m), state.version, eta_prime)
-        if version < oldest:
-            break
-        position = next(again, -1)
-        repeated = position >= 0
-        if not repeated and (state.settings.tasks is None or cursor < state.settings.tasks):
-            position, cursor = cursor, cursor + 1
-        if position < 0:
-            break
-        granted.append(events.Admitted(number, position, repeated, state.eta))
-        granted.append(_lease(number, 0, "generate", worker, incarnation, list(range(size)), oldest))
-        m, number = m + 1, number + 1
-    return granted
+    basket = _Basket(worker, incarnation, "generate", n)
+    if _held_out(state, basket, version) and _came_back(state, basket, version):
+        _admit(state, basket, version, sharers)
+    return basket.events
 
 
 def score(state: State, worker: str, incarnation: str, n: int) -> list[events.Any]:
     """Leases for at most `n` trajectories; the first group is given whole even where it is larger, since a
     reward worker queues what it cannot grade at once."""
-    granted: list[events.Any] = []
+    basket = _Basket(worker, incarnation, "score", n)
     for pool in (state.held_out, state.training):
         for group in pool.in_order("generated"):
             members = group.unscored
-            if granted and len(members) > n:
-                return granted
-            n -= len(members)
-            granted.append(_lease(group.id, group.attempt, "score", worker, incarnation, members, -1))
-            if n <= 0:
-                return granted
-    return granted
+            if len(members) > basket.room and basket.events:
+                return basket.events
+            basket.put(group.id, group.attempt, members, -1)
+    return basket.events
 
 
-def _lease(
-    group: int, attempt: int, stage: Stage, worker: str, incarnation: str, members: list[int], oldest: int
-) -> events.Leased:
-    return events.Leased(LeaseId(group, attempt, stage), worker, incarnation, members, oldest)
+def oldest_weights(state: State, group: Group, placed: int) -> int:
+    """The weights that a group that came back may be sampled with, at least.
+
+    placed: groups trained, and held ones that have a token or a lease, hence a deadline. A group without any
+    is due anew after them, as if it were admitted now: others may have been drawn before it, and the steps
+    it was due for may be taken. With tokens it has its deadline, which new members must not lower.
+    """
+    eta_prime = state.settings.eta_prime(group.eta)
+    if group.sampled is None:
+        return admission.min_version(state.due(placed), state.version, eta_prime)
+    return max(group.sampled, admission.min_version(0, state.version, eta_prime))
+
+
+def _held_out(state: State, basket: _Basket, version: int) -> bool:
+    """False: the next group has no room, and nothing may overtake it. So in the functions below."""
+    for group in state.held_out.in_order("waiting"):
+        if group.exact_version != version:
+            continue
+        members = group.missing
+        if len(members) > basket.room:
+            return False
+        basket.put(group.id, group.attempt, members, version)
+    return True
+
+
+def _came_back(state: State, basket: _Basket, version: int) -> bool:
+    waiting = state.training.in_order("waiting")
+    placed = state.m - sum(group.sampled is None for group in waiting)
+    for group in waiting:
+        oldest = oldest_weights(state, group, placed)
+        if version < oldest:
+            continue
+        members = group.missing
+        if len(members) > basket.room:
+            return False
+        basket.put(group.id, group.attempt, members, oldest)
+        placed += group.sampled is None
+    return True
+
+
+def _admit(state: State, basket: _Basket, version: int, sharers: int) -> None:
+    settings = state.settings
+    members, eta_prime = list(range(settings.group_size)), settings.eta_prime(state.eta)
+    share = -(-state.capacity // max(1, sharers))
+    again, cursor, m, number = iter(state.again), state.cursor, state.m, state.admitted
+    for _ in range(min(share, basket.room // settings.group_size)):
+        oldest = admission.min_version(state.due(m), state.version, eta_prime)
+        position = next(again, -1)
+        first_in_line = position >= 0
+        if not first_in_line:
+            position, cursor = cursor, cursor + 1
+        beyond = settings.tasks is not None and position >= settings.tasks
+        if version < oldest or beyond:
+            return
+        basket.events.append(events.Admitted(number, position, first_in_line, state.eta))
+        basket.put(number, 0, members, oldest)
+        m, number = m + 1, number + 1

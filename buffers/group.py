@@ -3,7 +3,6 @@
 Mutable, but only `State.apply` changes them.
 """
 
-from collections.abc import Iterable
 from typing import Literal, get_args
 
 from msgspec import Struct, field
@@ -99,7 +98,7 @@ class Pool(Struct):
         group.phase = phase
         self.phases[phase].add(group.id)
 
-    def in_order(self, phase: Phase) -> Iterable[Group]:
+    def in_order(self, phase: Phase) -> list[Group]:
         """The groups of a phase in the order of their admission."""
         return [self.groups[number] for number in sorted(self.phases[phase], key=abs)]
 

@@ -74,7 +74,7 @@ class Mailbox:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise UserError(
-                f"services.{self.service} = '{self.address}': {error.strerror or error}"
+                f"services.{self.service} = '{self.address}': {zmq.strerror(error.errno or 0)}"
             ) from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return self

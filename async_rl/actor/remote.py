@@ -219,7 +219,7 @@ class Remote:
                 case wire.Ungreeted():
                     await self._greet_again(socket)
                 case wire.Pong(incarnation=incarnation):
-                    if self._link is not None and incarnation != self._link.incarnation:
+                    if self._link is None or incarnation != self._link.incarnation:
                         await self._greet_again(socket)
                 case wire.Reply(sequence=sequence):
                     self._settle(sequence, frames[1:])
@@ -231,7 +231,10 @@ class Remote:
             log.warning("%s: %s is silent; connecting again", self._sender, self.service)
 
     async def _greet_again(self, socket: zmq.asyncio.Socket) -> None:
-        """The service was started anew at the same address; what is unanswered goes out after its welcome."""
+        """The service was started anew at the same address, or a greeting was lost.
+
+        What is unanswered goes out again after the welcome.
+        """
         self._lose_link()
         await _post(socket, self._hello)
 

@@ -25,7 +25,7 @@ class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 # --- model -------------------------------------------------------------------------------------------
 
 
-class Model(Table):
+class Model(Table, frozen=True):
     """The policy: a folder that transformers loads (config, safetensors, tokenizer), or a .gguf file."""
 
     path: str
@@ -33,7 +33,7 @@ class Model(Table):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
-class Warmup(Table):
+class Warmup(Table, frozen=True):
     """`async-rl warmup`: builds a small Llama with a character tokenizer at `model.path` and trains it by
     supervised steps on noisy demonstrations, so that reinforcement learning has something to reinforce."""
 
@@ -51,7 +51,7 @@ class Warmup(Table):
 # --- data --------------------------------------------------------------------------------------------
 
 
-class ReasoningGym(Table, tag_field="kind", tag="reasoning_gym"):
+class ReasoningGym(Table, frozen=True, tag_field="kind", tag="reasoning_gym"):
     """Tasks of the reasoning-gym package, made from (name, seed)."""
 
     name: str
@@ -62,7 +62,7 @@ class ReasoningGym(Table, tag_field="kind", tag="reasoning_gym"):
     suffix: str = ""  # appended to every question
 
 
-class JsonLines(Table, tag_field="kind", tag="jsonl"):
+class JsonLines(Table, frozen=True, tag_field="kind", tag="jsonl"):
     """One JSON object a line: `prompt` or `messages`, `answer`, any further key becomes metadata."""
 
     path: str
@@ -74,7 +74,7 @@ class JsonLines(Table, tag_field="kind", tag="jsonl"):
     suffix: str = ""
 
 
-class HFDataset(Table, tag_field="kind", tag="datasets"):
+class HFDataset(Table, frozen=True, tag_field="kind", tag="datasets"):
     """A Hugging Face data set on disk (`Dataset.save_to_disk`, or a folder of parquet files)."""
 
     path: str
@@ -90,7 +90,7 @@ class HFDataset(Table, tag_field="kind", tag="datasets"):
 Source = ReasoningGym | JsonLines | HFDataset
 
 
-class Data(Table):
+class Data(Table, frozen=True):
     """Training sources are mixed by weight. `format` says how a prompt that is plain text reaches the model."""
 
     train: list[Source]
@@ -107,7 +107,7 @@ class Data(Table):
 # --- the step ----------------------------------------------------------------------------------------
 
 
-class Batch(Table):
+class Batch(Table, frozen=True):
     """One step draws `groups` groups of `group_size` trajectories each and makes
     `mini_batches` x `epochs` optimizer updates with them."""
 
@@ -118,7 +118,7 @@ class Batch(Table):
     min_valid: Positive | None = None  # voting members a group needs; None: max(2, half of the group)
 
 
-class Staleness(Table):
+class Staleness(Table, frozen=True):
     """The bound on the lag of every token that enters the loss. None: what the mode presets."""
 
     max: NonNegative | None = None  # eta
@@ -128,7 +128,7 @@ class Staleness(Table):
     keep_cache: bool = False  # keep the KV cache over an in-flight update
 
 
-class Sampling(Table):
+class Sampling(Table, frozen=True):
     """Distribution that trajectories are sampled from; log-probabilities are of log_softmax(z / temperature)."""
 
     temperature: PositiveFloat = 1.0
@@ -137,7 +137,7 @@ class Sampling(Table):
     max_new_tokens: Positive = 256
 
 
-class GRPO(Table, tag_field="advantage", tag="grpo"):
+class GRPO(Table, frozen=True, tag_field="advantage", tag="grpo"):
     """Group-relative advantage (R - mean) / (std + 1e-6) with the clipped PPO loss (Shao et al. 2024)."""
 
     normalize_by_std: bool = True
@@ -155,7 +155,7 @@ class GRPO(Table, tag_field="advantage", tag="grpo"):
 Algorithm = GRPO
 
 
-class Trainer(Table):
+class Trainer(Table, frozen=True):
     learning_rate: PositiveFloat = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0  # counted in optimizer updates
@@ -176,7 +176,7 @@ class Trainer(Table):
 # --- rollout -----------------------------------------------------------------------------------------
 
 
-class TransformersEngine(Table, tag_field="kind", tag="transformers"):
+class TransformersEngine(Table, frozen=True, tag_field="kind", tag="transformers"):
     """Continuous batching by Hugging Face transformers, on any device."""
 
     max_batch_tokens: Positive = 512  # tokens of one forward pass
@@ -186,7 +186,7 @@ class TransformersEngine(Table, tag_field="kind", tag="transformers"):
     device: str = "cpu"
 
 
-class FakeEngine(Table, tag_field="kind", tag="fake"):
+class FakeEngine(Table, frozen=True, tag_field="kind", tag="fake"):
     """No model: scripted latency, for tests of orchestration. Token text is the task's answer or noise."""
 
     tokens_per_s: PositiveFloat = 1000.0
@@ -199,7 +199,7 @@ class FakeEngine(Table, tag_field="kind", tag="fake"):
 Engine = TransformersEngine | FakeEngine
 
 
-class Rollout(Table):
+class Rollout(Table, frozen=True):
     workers: Positive = 1
     engine: Engine = TransformersEngine()
     max_in_flight: Positive = 128  # trajectories a worker holds at once
@@ -209,7 +209,7 @@ class Rollout(Table):
 # --- reward ------------------------------------------------------------------------------------------
 
 
-class ExactGrader(Table, tag_field="kind", tag="exact"):
+class ExactGrader(Table, frozen=True, tag_field="kind", tag="exact"):
     """1 where the stripped completion equals the answer."""
 
     correct: float = 1.0
@@ -217,7 +217,7 @@ class ExactGrader(Table, tag_field="kind", tag="exact"):
     ignore_case: bool = False
 
 
-class MathGrader(Table, tag_field="kind", tag="math"):
+class MathGrader(Table, frozen=True, tag_field="kind", tag="math"):
     """math-verify on the last \\boxed{} or the final answer; what does not parse is `unparsed`."""
 
     correct: float = 1.0
@@ -225,11 +225,11 @@ class MathGrader(Table, tag_field="kind", tag="math"):
     unparsed: float = 0.0
 
 
-class ReasoningGymGrader(Table, tag_field="kind", tag="reasoning_gym"):
+class ReasoningGymGrader(Table, frozen=True, tag_field="kind", tag="reasoning_gym"):
     """The score of the task's own reasoning-gym data set, in [0, 1]."""
 
 
-class CustomGrader(Table, tag_field="kind", tag="custom"):
+class CustomGrader(Table, frozen=True, tag_field="kind", tag="custom"):
     """The user's `def grade(task, trajectory) -> Score | float | None`, named `module:attribute`."""
 
     function: str
@@ -238,7 +238,7 @@ class CustomGrader(Table, tag_field="kind", tag="custom"):
 Grader = ExactGrader | MathGrader | ReasoningGymGrader | CustomGrader
 
 
-class Reward(Table):
+class Reward(Table, frozen=True):
     workers: Positive = 1  # reward services
     processes: Positive = 1  # killable graders of each
     grader: Grader = ExactGrader()
@@ -249,7 +249,7 @@ class Reward(Table):
 # --- services ----------------------------------------------------------------------------------------
 
 
-class WeightSync(Table):
+class WeightSync(Table, frozen=True):
     """Publication of new weights over shared memory on one host."""
 
     bucket_bytes: Positive = 32 * 2**20
@@ -258,7 +258,7 @@ class WeightSync(Table):
     directory: str = "/dev/shm"
 
 
-class Evaluation(Table):
+class Evaluation(Table, frozen=True):
     every: NonNegative = 0  # steps; 0: only before and after
     samples: Positive = 1  # per held-out task
     temperature: NonNegativeFloat = 0.0  # 0: greedy
@@ -266,7 +266,7 @@ class Evaluation(Table):
     wait_s: Seconds = 600.0
 
 
-class Services(Table):
+class Services(Table, frozen=True):
     """Where the actors meet. An empty address is a free loopback port, announced in the run's folder."""
 
     buffer: str = ""
@@ -280,7 +280,7 @@ class Services(Table):
     max_failures: Positive = 8  # failures in a row (attempts of a group, deaths of a worker) that end the run
 
 
-class Config(Table):
+class Config(Table, frozen=True):
     """A whole run."""
 
     name: str

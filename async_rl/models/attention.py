@@ -57,14 +57,14 @@ def packed_attention(
 
     query [Tq, H, D], key and value [Tk, Hk, D] with H a multiple of Hk; cu_q and cu_k are cumulative lengths,
     [sequences + 1]. A sequence with more keys than queries is aligned at its end: its last query sees all
-    keys. key_rows [Tk]: the keys and values are these rows of `key` and `value`, the pages of a cache. Returns
-    [Tq, H, D]. ValueError where a sequence has fewer keys than queries or the lengths do not add up.
+    keys. key_rows [Tk]: the keys and values are these rows of `key` and `value`, the pages of a cache.
+    Returns [Tq, H, D]. ValueError where a sequence has fewer keys than queries or lengths do not add up.
     """
     bounds_q, bounds_k = _integers(cu_q), _integers(cu_k)
     queries, keys = query.shape[0], (key if key_rows is None else key_rows).shape[0]
     if (bounds_q[-1], bounds_k[-1]) != (queries, keys):
         raise ValueError(
-            f"cumulative lengths end at {bounds_q[-1]} and {bounds_k[-1]}, with {queries} queries and {keys} keys"
+            f"cumulative lengths end at {bounds_q[-1]} and {bounds_k[-1]} for {queries} queries, {keys} keys"
         )
     plan = _plan(bounds_q, bounds_k, query.device)
     outputs = [_attend(batch, query, key, value, scale, key_rows) for batch in plan.batches]
@@ -173,15 +173,16 @@ def _plan(cu_q: tuple[int, ...], cu_k: tuple[int, ...], device: torch.device) ->
     ]
     if len(cu_q) != len(cu_k) or not sequences or any(lk < lq for lq, lk, _, _ in sequences):
         raise ValueError(f"query lengths {cu_q} and key lengths {cu_k} (cumulative) do not fit together")
-    batches, order, placed = [], torch.empty(cu_q[-1], dtype=torch.long), 0
+    batches: list[_Batch] = []
+    order, placed = [0] * cu_q[-1], 0
     for group in _alike(sequences):
         batch = _batch(group, device)
-        for i, (lq, _, start, _) in enumerate(group):
-            order[start : start + lq] = torch.arange(lq) + (placed + i * batch.q)
-        placed += batch.n * batch.q
+        for lq, _, start, _ in group:
+            order[start : start + lq] = range(placed, placed + lq)
+            placed += batch.q
         batches.append(batch)
-    in_order = placed == order.numel() and torch.equal(order, torch.arange(placed))
-    return _Plan(batches, None if in_order else order.to(device))
+    in_order = order == list(range(placed))
+    return _Plan(batches, None if in_order else torch.tensor(order, device=device))
 
 
 Sequence_ = tuple[int, int, int, int]  # query length, key length, first query row, first key row

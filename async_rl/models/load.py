@@ -38,7 +38,7 @@ def load_policy(model: Model, *, device: str = "cpu") -> Any:
     dtype: torch.dtype = getattr(torch, model.dtype)
     where, extra = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
     try:
-        policy = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, local_files_only=True, **extra)
+        policy: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, local_files_only=True, **extra)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"model.path = '{path}': transformers cannot load it: {str(error).splitlines()[0]}") from None
     return policy.to(device).eval()

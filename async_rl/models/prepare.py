@@ -9,7 +9,7 @@ from async_rl.errors import ConfigError, UserError
 from async_rl.models.folder import replaced_folder
 from async_rl.models.load import check_path, from_gguf, packaged_gguf
 from async_rl.models.tiny import check_shape
-from async_rl.models.warmup import demonstrations, warmup
+from async_rl.models.warmup import demonstrations, is_current, warmup
 
 
 def prepare(config: Config, *, report: Callable[[str], None]) -> Path:
@@ -30,7 +30,8 @@ def check(config: Config) -> None:
     check_exclusive(config)
     if config.warmup is not None:
         check_shape(config.warmup)
-        demonstrations(config)
+        if not is_current(config):
+            demonstrations(config)
     elif config.model.from_package is not None and not Path(config.model.path).exists():
         _gguf_of(config.model)
     else:
@@ -39,7 +40,9 @@ def check(config: Config) -> None:
 
 def check_exclusive(config: Config) -> None:
     if config.warmup is not None and config.model.from_package is not None:
-        raise ConfigError(f"model.from_package = '{config.model.from_package}' and [warmup]: give one of them")
+        raise ConfigError(
+            f"model.from_package = '{config.model.from_package}' and [warmup]: give one of them"
+        )
 
 
 def convert_package(model: Model, report: Callable[[str], None]) -> Path:
@@ -55,5 +58,7 @@ def _gguf_of(model: Model) -> Path:
     assert model.from_package is not None
     source = packaged_gguf(model.from_package)
     if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"model.from_package = '{model.from_package}': reading .gguf files needs: pip install gguf")
+        raise UserError(
+            f"model.from_package = '{model.from_package}': reading .gguf files needs: pip install gguf"
+        )
     return source

@@ -1,4 +1,4 @@
-"""The warm-up: a small character model that solves some tasks of a run, so that rewards differ and it can learn.
+"""The warm-up: a small character model that solves some tasks of a run, so that rewards differ.
 
 Supervised steps on noisy demonstrations: prompt + answer of the run's training tasks, a share
 `warmup.noise` of the answers' characters replaced by another one, loss on the answer and the end token only.
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 MARK = "warmup.json"
 FORMAT = 1  # of the training below; a change of it makes cached folders stale
-SEED_OFFSET = 1_000_003  # added to the run's seed: the demonstrations come in another order than the run's tasks
+SEED_OFFSET = (
+    1_000_003  # added to the run's seed: the demonstrations come in another order than the run's tasks
+)
 DEMONSTRATIONS = 16_384  # at most so many different ones, each with new noise whenever it is shown
 RAMP_STEPS = 20
 REPORTS = 6
@@ -49,26 +51,32 @@ def warmup(config: Config, *, report: Callable[[str], None]) -> Path:
     settings, path = config.warmup, Path(config.model.path)
     if settings is None:
         raise ConfigError("no [warmup] in this configuration: there is nothing to warm up")
-    wanted = digest(config)
-    if path.exists():
-        found = _digest_in(path)
-        if found is None:
-            raise UserError(
-                f"model.path = '{path}' exists and was not made by the warm-up: it is left as it is; "
-                "give another model.path, or take [warmup] out"
-            )
-        if found == wanted:
-            report(f"warm-up: {path} is up to date")
-            return path
+    if is_current(config):
+        report(f"warm-up: {path} is up to date")
+        return path
     check_shape(settings)
     tokenizer = build_tokenizer(settings)
     examples = [_example(task, tokenizer) for task in demonstrations(config)]
     with replaced_folder(path) as fresh:
         model = _train(settings, config, tokenizer, examples, report)
         _save(model, tokenizer, config, fresh)
-        (fresh / MARK).write_text(json.dumps({"digest": wanted}) + "\n", encoding="utf-8")
+        (fresh / MARK).write_text(json.dumps({"digest": digest(config)}) + "\n", encoding="utf-8")
     report(f"warm-up: {path} is ready")
     return path
+
+
+def is_current(config: Config) -> bool:
+    """Whether `model.path` holds what `warmup` would make; UserError where the folder is somebody else's."""
+    path = Path(config.model.path)
+    if not path.exists():
+        return False
+    found = _digest_in(path)
+    if found is None:
+        raise UserError(
+            f"model.path = '{path}' exists and was not made by the warm-up: it is left as it is; "
+            "give another model.path, or take [warmup] out"
+        )
+    return found == digest(config)
 
 
 def digest(config: Config) -> str:
@@ -78,7 +86,7 @@ def digest(config: Config) -> str:
 
 
 def demonstrations(config: Config) -> list[Task]:
-    """Training tasks with an answer that fit the model and its characters; ConfigError names what does not."""
+    """Training tasks with answers, which fit model and characters; ConfigError names what does not."""
     assert config.warmup is not None
     settings = config.warmup
     stream = TaskStream(config.data, config.seed + SEED_OFFSET)
@@ -95,7 +103,9 @@ def demonstrations(config: Config) -> list[Task]:
                 f"warmup.context = {settings.context}: prompt, answer and end of a task of "
                 f"'{task.source}' are {length} tokens"
             )
-    missing = missing_characters(settings.characters, ((task.prompt or "") + (task.answer or "") for task in tasks))
+    missing = missing_characters(
+        settings.characters, ((task.prompt or "") + (task.answer or "") for task in tasks)
+    )
     if missing:
         raise ConfigError(f"warmup.characters lacks {missing!r}, which the tasks contain")
     return tasks
@@ -130,12 +140,15 @@ def _train(
     rng = np.random.default_rng([config.seed, SEED_OFFSET])
     alphabet = np.unique(np.concatenate([example.answer for example in examples]))
     model = build_model(settings, tokenizer, config.seed).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+    )
     every = max(1, settings.steps // REPORTS)
     for step in range(settings.steps):
         chosen = rng.integers(len(examples), size=settings.batch_size)
         batch = [
-            Example(e.prompt, add_noise(e.answer, alphabet, settings.noise, rng)) for e in (examples[i] for i in chosen)
+            Example(e.prompt, add_noise(e.answer, alphabet, settings.noise, rng))
+            for e in (examples[i] for i in chosen)
         ]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step)
@@ -173,18 +186,24 @@ def answer_loss(model: Any, batch: list[Example], end: int) -> "torch.Tensor":
         cache.batch_repeat_interleave(len(batch))
     # Padding stands on the right: no token that counts can see it, so no mask is needed.
     logits = model(input_ids=ids[:, :-1], cache=cache, use_cache=cache is not None).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100
+    )
 
 
 def _shared_prefix(rows: list[list[int]]) -> int:
     """Length of the longest beginning that all rows have in common."""
     first, last = min(rows), max(rows)
-    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
+    )
 
 
 def _save(model: Any, tokenizer: Any, config: Config, folder: Path) -> None:
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.to(getattr(torch, config.model.dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

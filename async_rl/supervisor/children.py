@@ -81,7 +81,6 @@ def last_error(log: Path, fallback: str) -> str:
         _, found, message = line.partition(" ERROR ")
         if found and ": error: " in message:
             return message.replace(": error: ", ": ", 1)
-    for line in reversed(lines):
-        if "error" in line.lower():
-            return line.strip()
+        if line.startswith("async-rl: error: "):  # before the service had a log
+            return line.removeprefix("async-rl: error: ")
     return fallback

@@ -38,7 +38,7 @@ class LiveLine:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     async def show(self) -> None:
         times = self._config.services

@@ -28,6 +28,7 @@ class Role(Struct, frozen=True):
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
+            "PYTHONHASHSEED": "0",  # some of reasoning-gym's tasks are made in the order of a set
         }
 
 

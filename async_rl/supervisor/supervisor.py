@@ -17,6 +17,7 @@ from async_rl.supervisor.children import Child, last_error, stop_in_order, wait_
 from async_rl.supervisor.report import LiveLine
 from async_rl.supervisor.roster import Role, roster
 from async_rl.supervisor.verdict import USER_STATUS, verdict
+from async_rl.weights.slot import Slots
 
 STEADY_S = 60.0  # a worker that lived for so long has not failed "in a row"
 
@@ -51,6 +52,8 @@ class Supervisor:
             await stop_in_order(self._children.values(), self._config.services.stop_s)
             for watcher in self._watchers:
                 watcher.cancel()
+            # A relay that was killed has left its slots behind, and shared memory outlives every process.
+            Slots(self._config.weight_sync.directory, self._run.path).remove()
 
     async def _until_over(self, interrupted: asyncio.Event) -> None:
         signalled = asyncio.create_task(interrupted.wait(), name="signal")
@@ -73,9 +76,13 @@ class Supervisor:
             self._deaths[role.name] = 0
         self._deaths[role.name] += 1
         deaths, limit = self._deaths[role.name], self._config.services.max_failures
-        match verdict(role.service, status, ending=False, deaths_in_a_row=deaths, max_failures=limit):
+        # The trainer writes the summary before it closes the buffer, so whoever ends after that does so in order.
+        ending = role.service != "trainer" and self._run.summary.exists()
+        match verdict(role.service, status, ending=ending, deaths_in_a_row=deaths, max_failures=limit):
             case "over":
                 return True
+            case "ignore":
+                return False
             case "restart":
                 self.restarts[role.name] += 1
                 self._live.say(f"{role.name} ended ({_how(status)}); starting it anew ({deaths} of {limit})")

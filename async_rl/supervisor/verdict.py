@@ -1,5 +1,7 @@
 """What the end of a process means for the run: a pure decision.
 
+Once the run is ending (its summary is written, or it is being stopped) any end but the trainer's means nothing.
+
 | service     | status 0                | status 2 (the user's) | anything else            |
 |-------------|-------------------------|-----------------------|--------------------------|
 | trainer     | the run is over         | fatal                 | fatal                    |

@@ -72,9 +72,8 @@ class GraderPool:
 def verdict(faults: Sequence[Exception], reward: Reward) -> Score:
     """The score of a trajectory that every attempt failed to grade."""
     if all(isinstance(fault, Hung) for fault in faults):
-        detail = f"no verdict within reward.timeout_s = {reward.timeout_s:g}, {len(faults)} times"
-        return Score(reward=reward.timeout_reward, status="timeout", detail=detail)
-    return Score(reward=None, status="failed", detail=str(faults[-1]))
+        return Score(reward=reward.timeout_reward, status="timeout", detail=str(faults[-1]))
+    return Score(reward=None, status="failed", detail="; then ".join(map(str, faults)))
 
 
 class Slot:
@@ -96,7 +95,7 @@ class Slot:
                 answer = await self._ask(pipe.Grade(task, trajectory))
         except TimeoutError:
             await self.close()
-            raise Hung from None
+            raise Hung(f"no verdict within reward.timeout_s = {self._reward.timeout_s:g}") from None
         except BaseException:  # cancelled too: an answer under way must not be taken for the next one's
             await self.close()
             raise

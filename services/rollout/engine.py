@@ -22,8 +22,8 @@ class Completion(msgspec.Struct, frozen=True):
 class Draft:
     """A completion in the making. The engine appends; anyone may look.
 
-    A mark (version, n) says: the cache behind the tokens from the n-th on began under that version, so none of
-    them depends on older weights.
+    A mark (version, n) says: the cache behind the tokens from the n-th on began under that version, so none
+    of them depends on older weights.
     """
 
     __slots__ = ("logprobs", "marks", "survivors", "tokens")
@@ -40,7 +40,7 @@ class Draft:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest version among the tokens so far, else that of the next token; None before any engine had it."""
+        """Oldest version among the tokens so far, else the next token's; None before an engine had it."""
         if self.tokens:
             return min(version for version, _ in self.versions())
         return self.marks[-1][0] if self.marks else None
@@ -90,7 +90,7 @@ class Engine(Protocol):
         seed: int = 0,
         draft: Draft | None = None,
     ) -> Completion:
-        """Sample one completion; the same seed, prompt and weights give the same one, whatever runs beside it.
+        """Sample one completion: the same for the same seed, prompt and weights, whatever runs beside it.
 
         `draft` shows it in the making. Cancelling the task cancels the request. Raises EngineFault where this
         request failed, EngineDied where all did.

@@ -1,4 +1,4 @@
-"""One token for each row of logits, with its log-probability under the distribution really sampled from. Pure.
+"""One token for each row of logits, its log-probability that of the distribution really sampled from. Pure.
 
 Each row has its own temperature, truncation and uniform number, so evaluation runs beside training and what a
 request samples does not depend on its neighbours in the batch.
@@ -10,7 +10,9 @@ import torch
 
 from async_rl.config.schema import Sampling
 
-MASS_ROUNDING = 1e-6  # of probability: top_p = 0.9 over (.6, .3, .1) is two tokens, whatever floats make of it
+MASS_ROUNDING = (
+    1e-6  # of probability: top_p = 0.9 over (.6, .3, .1) is two tokens, whatever floats make of it
+)
 
 
 class Row(NamedTuple):
@@ -76,6 +78,8 @@ def _invert(logprobs: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
     """[B]: the first id whose cumulative probability exceeds the row's uniform number."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
+    if not bool(total.isfinite().all()):
+        raise ValueError("logits are not finite: the weights of this version are broken")
     targets = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device)[:, None] * total
     # A product rounded up to the total itself would fall behind the last possible token.
     targets = torch.minimum(targets, torch.nextafter(total, torch.zeros_like(total)))

@@ -9,8 +9,8 @@
        cancel, submit prompt + draft    (the cache is computed again; not with keep_cache)
     _watch: a thread that died or hangs fails every request
 
-What a request was cancelled for is never read again: tokens of unknown requests are thrown away, so a draft is
-cut exactly at the count it had at the pause.
+A cancelled request may still be in the next batch or two: tokens of unknown requests are thrown away, so a
+draft is cut exactly at the count it had at the pause.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from async_rl.config.schema import Sampling, TransformersEngine as Settings
+from async_rl.config.schema import Sampling
+from async_rl.config.schema import TransformersEngine as Settings
 from async_rl.errors import EngineDied, EngineFault, UserError
 from async_rl.models.attention import NAME as PACKED
 from async_rl.models.attention import use_packed_attention
@@ -71,7 +72,7 @@ class TransformersEngine:
         blocks = settings.num_blocks or default_blocks(model, settings, positions)
         self.context = min(positions, blocks * settings.page_size)
         self._manager = model.init_continuous_batching(
-            generation_config=GenerationConfig(eos_token_id=sorted(end_tokens) or -1, pad_token_id=0),
+            generation_config=GenerationConfig(eos_token_id=sorted(end_tokens) or -1, pad_token_id=0),  # type: ignore[no-untyped-call]
             continuous_batching_config=ContinuousBatchingConfig(
                 num_blocks=blocks,
                 page_size=settings.page_size,
@@ -114,7 +115,9 @@ class TransformersEngine:
         draft = draft or Draft()
         limit = min(sampling.max_new_tokens, self.context - len(prompt))
         if limit < 1:
-            raise EngineFault(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
+            raise EngineFault(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}"
+            )
         request = _Request(prompt, sampling, greedy, limit, seed, draft)
         await self._open.wait()
         self._submit(request)
@@ -234,7 +237,9 @@ class TransformersEngine:
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         stack = contextlib.ExitStack()
-        entering = self._loop.run_in_executor(self._pauser, lambda: stack.enter_context(self._manager.pause()))
+        entering = self._loop.run_in_executor(
+            self._pauser, lambda: stack.enter_context(self._manager.pause())
+        )
         try:
             await self._alive(asyncio.shield(entering))
             self._standing = True
@@ -275,8 +280,8 @@ class TransformersEngine:
                 request.done.set_exception(self._failure)
 
 
-class _Router(OutputRouter):  # type: ignore[misc]
-    """Carries the manager's results to the engine's event loop; nothing is queued for requests that are gone."""
+class _Router(OutputRouter):
+    """Carries the manager's results to the event loop; nothing is queued for requests that are gone."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         super().__init__()
@@ -313,10 +318,10 @@ def _leave_in_pages(
 
 
 def default_blocks(model: Any, settings: Settings, positions: int) -> int:
-    """Pages for `max_requests` sequences that fill the context, within CACHE_BYTES; one such sequence at least."""
+    """Pages for `max_requests` sequences as long as the context, within CACHE_BYTES; for one at least."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block_bytes = 2 * heads * width * config.num_hidden_layers * model.dtype.itemsize * settings.page_size
     sequence = -(-min(positions, 2**20) // settings.page_size)
-    return max(sequence, min(sequence * settings.max_requests, CACHE_BYTES // block_bytes))
+    return max(sequence, min(sequence * settings.max_requests, CACHE_BYTES // int(block_bytes)))

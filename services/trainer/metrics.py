@@ -4,6 +4,7 @@
 near 0 while the policy learns. Lead with `reward_mean`, the held-out lines and `mismatch_kl_k3`.
 """
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     wall_s: float  # since the trainer's start
     draw_wait_s: float  # idle, until the batch was there
     train_s: float
+    group_ids: list[int]  # in the order of the draw
     # rewards, over voting members
     groups: int
     members: int
@@ -103,7 +105,7 @@ class MetricsFile:
         self._path = path
 
     def write(self, record: Record) -> None:
-        with self._path.open("ab") as file:  # NaN is written as null
+        with self._path.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
 
 
@@ -132,6 +134,7 @@ def step_record(
         wall_s=wall_s,
         draw_wait_s=draw_wait_s,
         train_s=train_s,
+        group_ids=[group.group for group in drawn.groups],
         groups=len(drawn.groups),
         members=len(members),
         voting=len(rewards),
@@ -148,12 +151,12 @@ def step_record(
         masked_by={reason: count / sum(lengths) for reason, count in left_out.items() if count},
         dropped_stale=drawn.dropped_stale,
         failed=drawn.failed,
-        mismatch_kl_k1=mismatch.k1,
-        mismatch_kl_k3=mismatch.k3,
+        mismatch_kl_k1=known(mismatch.k1),
+        mismatch_kl_k3=known(mismatch.k3),
         mismatch_by_lag=mismatch.by_lag(),
-        ratio_mean=mismatch.mean_ratio,
+        ratio_mean=known(mismatch.mean_ratio),
         ratio_max=mismatch.max_ratio if mismatch.tokens else None,
-        effective_sample_size=mismatch.effective_sample_size,
+        effective_sample_size=known(mismatch.effective_sample_size),
         entropy=sum(update.entropy for update in result.updates) / passed if passed else None,
         clip_fraction=sum(update.clipped for update in result.updates) / passed if passed else None,
         gradient_norm=mean([update.gradient_norm for update in result.updates]) or 0.0,
@@ -177,6 +180,11 @@ def by_source(drawn: Drawn) -> dict[str, float]:
             if member.score.reward is not None:
                 rewards.setdefault(group.task.source, []).append(member.score.reward)
     return {source: sum(values) / len(values) for source, values in sorted(rewards.items())}
+
+
+def known(figure: float) -> float | None:
+    """None for what is not a number."""
+    return None if math.isnan(figure) else figure
 
 
 def mean(values: list[float]) -> float | None:

@@ -17,6 +17,8 @@ from async_rl.services.trainer.samples import Sample
 
 @dataclass(frozen=True)
 class Objective:
+    """`horizon`: algorithm.horizon, by default the most tokens that a completion can have."""
+
     settings: Algorithm
     policy_loss: PolicyLoss
     weigh: Weigh

@@ -6,8 +6,8 @@ Members of a group have the same prompt; it lies in the row once, with each memb
     position    0 1 2 3 4 5 3 4
     attention   P P P a a a | P P P b b        what `expand` makes of the row, `collapse` takes back
 
-Everything but the attention works on the row. The attention sees whole sequences, kept apart by `cu_seq_lens`,
-so a member reads the same as alone. Its last token predicts nothing that is trained and is left out.
+Everything but the attention works on the row. The attention sees whole sequences, kept apart by
+`cu_seq_lens`, so a member reads the same as alone. Its last token predicts nothing and is left out.
 """
 
 from collections.abc import Sequence

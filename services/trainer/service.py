@@ -64,6 +64,7 @@ class TrainerService(Service):
         self._steps: list[StepRecord] = []
         self._evaluations: list[EvaluationRecord] = []
         self._failed_publications = 0
+        self._published = -1  # newest version that became visible
         self._started = time.monotonic()
 
     async def work(self) -> None:
@@ -142,6 +143,8 @@ class TrainerService(Service):
                     return reason
                 case NotYet(reason=reason):
                     self._stage = f"waiting for a draw: {reason}"
+                    if self._published < self.version:  # nothing may come until the rollouts have it
+                        await self._publish(self.version)
         return "stopped"
 
     async def _step(self, drawn: Drawn, asked: float) -> None:
@@ -163,6 +166,7 @@ class TrainerService(Service):
     async def _publish(self, version: int) -> None:
         try:
             await self._publisher.publish(version, self._policy.model)
+            self._published = version
         except PublicationError as error:
             self._failed_publications += 1
             log.warning("version %d was not published, receivers stay on theirs: %s", version, error)
@@ -224,7 +228,6 @@ class TrainerService(Service):
         if model.path.endswith(".gguf"):  # transformers saves no checkpoint of a dequantised model
             from_gguf(Path(model.path), self.run.path / "policy")
             model = msgspec.structs.replace(model, path=str(self.run.path / "policy"))
-        torch.manual_seed(self.config.seed)
         policy = Policy(load_policy(model, device=self.config.trainer.device), self.config)
         return policy, load_tokenizer(model)
 

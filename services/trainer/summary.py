@@ -1,6 +1,5 @@
 """The end of a run: summary.json, format 1."""
 
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -148,5 +147,5 @@ def _groups(report: BufferReport | None) -> Groups | None:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None and not math.isnan(value)]
+    known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -35,7 +35,7 @@ def test_equal_peers_do_not_blow_up_the_odd_one_out():
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1 + 0.2, -1e6, 1e-9])
 def test_rewards_that_are_equal_up_to_float_noise_give_exactly_zero(reward):
-    """Field report 22: what is no difference is no advantage, however small the deviation it is divided by."""
+    """Field report 22: no difference is no advantage, however small the deviation."""
     rewards = [reward, reward * (1 + 2e-16), reward * (1 - 2e-16), reward]
     assert advantages(rewards) == [0.0] * 4
     assert advantages(rewards, normalize_by_std=False) == [0.0] * 4

@@ -62,9 +62,21 @@ def test_packed_equals_one_by_one_with_gradients(lengths, kv_heads, seed):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-3)
 
 
+def test_keys_are_read_where_they_lie_in_a_cache():
+    torch.manual_seed(0)
+    lengths = [(1, 9), (3, 3), (1, 30), (2, 7)]
+    total_q, total_k = (sum(x) for x in zip(*lengths, strict=True))
+    query = torch.randn(total_q, 4, 8)
+    pages_k, pages_v = torch.randn(100, 2, 8), torch.randn(100, 2, 8)
+    rows = torch.randperm(100)[:total_k]
+    cu_q, cu_k = cumulative([q for q, _ in lengths]), cumulative([k for _, k in lengths])
+    ours = packed_attention(query, pages_k, pages_v, cu_q, cu_k, None, rows)
+    torch.testing.assert_close(ours, one_by_one(query, pages_k[rows], pages_v[rows], lengths))
+
+
 def test_lengths_that_do_not_fit_are_refused():
     states = torch.randn(4, 2, 8)
-    with pytest.raises(ValueError, match="end at 3"):
+    with pytest.raises(ValueError, match="end at 3 and 4 for 4 queries, 4 keys"):
         packed_attention(states, states, states, [0, 3], [0, 4], None)
     with pytest.raises(ValueError, match="do not fit"):
         packed_attention(states, states[:3], states[:3], [0, 4], [0, 3], None)

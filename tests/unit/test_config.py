@@ -67,7 +67,10 @@ def test_what_is_not_toml_is_refused_with_its_place(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_into_tables_and_lists(run_toml: Path) -> None:
-    config = load(run_toml, ["trainer.learning_rate=1e-5", "data.train.0.path=other.jsonl", "name=fast", "batch.groups=4"])
+    config = load(
+        run_toml,
+        ["trainer.learning_rate=1e-5", "data.train.0.path=other.jsonl", "name=fast", "batch.groups=4"],
+    )
     assert config.trainer.learning_rate == 1e-5
     assert config.data.train[0].path == "other.jsonl"  # type: ignore[union-attr]
     assert config.name == "fast"
@@ -100,9 +103,16 @@ def test_no_override_raises_anything_but_a_configuration_error(text: str) -> Non
         ("off-policy", 4, True, 2, "mask"),
     ],
 )
-def test_modes_are_presets_of_the_same_numbers(run_toml: Path, mode: str, eta: int, in_flight: bool, reuse: int, on_exceed: str) -> None:
+def test_modes_are_presets_of_the_same_numbers(
+    run_toml: Path, mode: str, eta: int, in_flight: bool, reuse: int, on_exceed: str
+) -> None:
     limits = bounds(load(run_toml, [f"mode={mode}"]))
-    assert (limits.eta, limits.in_flight, limits.reuse, limits.on_exceed) == (eta, in_flight, reuse, on_exceed)
+    assert (limits.eta, limits.in_flight, limits.reuse, limits.on_exceed) == (
+        eta,
+        in_flight,
+        reuse,
+        on_exceed,
+    )
     assert limits.eta_prime >= 0
 
 
@@ -119,7 +129,9 @@ def test_modes_are_presets_of_the_same_numbers(run_toml: Path, mode: str, eta: i
         (["mode=one-step", "staleness.keep_cache=true"], "has no in-flight update"),
     ],
 )
-def test_bounds_that_contradict_the_mode_are_refused(run_toml: Path, overrides: list[str], problem: str) -> None:
+def test_bounds_that_contradict_the_mode_are_refused(
+    run_toml: Path, overrides: list[str], problem: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         bounds(load(run_toml, overrides))
     assert problem in str(error.value)
@@ -136,6 +148,8 @@ def test_the_configuration_and_the_messages_import_no_torch_and_no_engine() -> N
 def test_the_bare_folders_are_refused_as_packages() -> None:
     root = Path(__file__).resolve().parents[2]
     code = "import buffers, async_rl"
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode != 0
     assert "import async_rl.buffers instead" in done.stderr

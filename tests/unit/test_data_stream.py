@@ -84,7 +84,8 @@ def test_every_process_sees_the_same_stream(tmp_path: Path) -> None:
         ]
     )
     program = (
-        "import sys, msgspec, hashlib\nfrom async_rl.config.schema import Data\nfrom async_rl.data import TaskStream\n"
+        "import sys, msgspec, hashlib\nfrom async_rl.config.schema import Data\n"
+        "from async_rl.data import TaskStream\n"
         "stream = TaskStream(msgspec.json.decode(sys.argv[1].encode(), type=Data), 5)\n"
         "print(hashlib.sha256(msgspec.json.encode([stream.task(i) for i in range(40)])).hexdigest())"
     )

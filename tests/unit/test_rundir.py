@@ -14,7 +14,11 @@ def test_an_announced_address_is_found_and_withdrawn(tmp_path: Path) -> None:
     run.create()
     assert run.address("buffer") is None
     run.announce("buffer", "tcp://127.0.0.1:5")
-    assert (run.address("buffer"), run.pid("buffer"), run.services()) == ("tcp://127.0.0.1:5", os.getpid(), ["buffer"])
+    assert (run.address("buffer"), run.pid("buffer"), run.services()) == (
+        "tcp://127.0.0.1:5",
+        os.getpid(),
+        ["buffer"],
+    )
     run.withdraw("buffer")
     assert run.address("buffer") is None
 
@@ -31,7 +35,9 @@ def test_a_service_runs_once_in_a_run(tmp_path: Path) -> None:
     run.create()
     code = f"from async_rl.rundir import RunDir\nwith RunDir({str(run.path)!r}).claim('buffer'): pass"
     with run.claim("buffer"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
         assert "its buffer is running already" in done.stderr
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

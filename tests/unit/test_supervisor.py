@@ -13,7 +13,12 @@ from async_rl.supervisor.verdict import verdict
 
 
 def config(**settings: object) -> Config:
-    tree = {"name": "n", "max_steps": 3, "model": {"path": "m"}, "data": {"train": [{"kind": "jsonl", "path": "t"}]}}
+    tree = {
+        "name": "n",
+        "max_steps": 3,
+        "model": {"path": "m"},
+        "data": {"train": [{"kind": "jsonl", "path": "t"}]},
+    }
     return parse(tree | settings)
 
 
@@ -35,14 +40,25 @@ def config(**settings: object) -> Config:
         ("trainer", 1, True, 1, "ignore"),
     ],
 )
-def test_what_the_end_of_a_process_means(service: str, status: int, ending: bool, deaths: int, expected: str) -> None:
+def test_what_the_end_of_a_process_means(
+    service: str, status: int, ending: bool, deaths: int, expected: str
+) -> None:
     assert verdict(service, status, ending=ending, deaths_in_a_row=deaths, max_failures=8) == expected
 
 
 def test_the_roster_has_every_service_and_each_can_be_stopped() -> None:
     roles = roster(config(rollout={"workers": 2}, reward={"workers": 3}))
     names = [role.name for role in roles]
-    assert names == ["buffer", "weight_sync", "trainer", "rollout-0", "rollout-1", "reward-0", "reward-1", "reward-2"]
+    assert names == [
+        "buffer",
+        "weight_sync",
+        "trainer",
+        "rollout-0",
+        "rollout-1",
+        "reward-0",
+        "reward-1",
+        "reward-2",
+    ]
     assert {role.service for role in roles} == set(STOP_ORDER)
     assert roles[4].command(Path("run.toml"))[-5:] == ["serve", "rollout", "run.toml", "--index", "1"]
 
@@ -56,7 +72,9 @@ def test_compute_threads_come_from_the_configuration() -> None:
 
 def test_the_last_error_of_a_log_is_found_without_its_time_stamp(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
-    log.write_text("2026-01-01 00:00:00,000 INFO x\nTraceback (most recent call last):\n2026-01-01 00:00:01,000 ERROR trainer: error: no such file\n")
+    log.write_text(
+        "2026-01-01 00:00:00,000 INFO x\nTraceback (most recent call last):\n2026-01-01 00:00:01,000 ERROR trainer: error: no such file\n"
+    )
     assert last_error(log, "none") == "trainer: no such file"
     assert last_error(tmp_path / "absent.log", "none") == "none"
 
@@ -78,13 +96,34 @@ def test_rates_are_of_the_time_since_the_last_look() -> None:
 def test_the_live_line_leaves_out_what_is_not_known_yet() -> None:
     status = ServiceStatus(service="trainer", pid=1, uptime_s=1.0, version=0, detail={"step": 0})
     assert live_text(12, status, (0.0, 0.0)).startswith("step 0/12 | v0 | tokens/s")
-    detail: dict[str, float | int | str] = {"step": 7, "reward": 0.5, "held_out": 0.6, "lag_mean": 1.2, "lag_max": 2, "mismatch_kl": 3e-4}
-    text = live_text(12, ServiceStatus(service="trainer", pid=1, uptime_s=1.0, version=7, detail=detail), (100.0, 0.1))
-    for part in ("step 7/12", "reward 0.500", "held-out 0.600", "v7", "lag 1.20 (max 2)", "100 generated", "rollouts 10%", "3.00e-04"):
+    detail: dict[str, float | int | str] = {
+        "step": 7,
+        "reward": 0.5,
+        "held_out": 0.6,
+        "lag_mean": 1.2,
+        "lag_max": 2,
+        "mismatch_kl": 3e-4,
+    }
+    text = live_text(
+        12, ServiceStatus(service="trainer", pid=1, uptime_s=1.0, version=7, detail=detail), (100.0, 0.1)
+    )
+    for part in (
+        "step 7/12",
+        "reward 0.500",
+        "held-out 0.600",
+        "v7",
+        "lag 1.20 (max 2)",
+        "100 generated",
+        "rollouts 10%",
+        "3.00e-04",
+    ):
         assert part in text
 
 
-@pytest.mark.parametrize(("n", "c", "k", "expected"), [(4, 0, 2, 0.0), (4, 4, 1, 1.0), (4, 1, 1, 0.25), (4, 2, 2, 1 - 1 / 6), (2, 1, 2, 1.0)])
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [(4, 0, 2, 0.0), (4, 4, 1, 1.0), (4, 1, 1, 0.25), (4, 2, 2, 1 - 1 / 6), (2, 1, 2, 1.0)],
+)
 def test_pass_at_k_is_unbiased(n: int, c: int, k: int, expected: float) -> None:
     assert pass_at_k(n, c, k) == pytest.approx(expected)
 

@@ -231,7 +231,7 @@ def test_too_many_non_finite_updates_in_a_row_end_the_run():
     policy.update(samples, objective)  # a finite one in between
     broken(policy)
     policy.update(samples, objective)
-    with pytest.raises(AsyncRLError, match="trainer.max_nonfinite = 2"):
+    with pytest.raises(AsyncRLError, match=r"trainer\.max_nonfinite = 2"):
         policy.update(samples, objective)
 
 

@@ -1,5 +1,7 @@
 """Field report 50: the schedule counts optimizer updates, and their total is known before the first."""
 
+from itertools import pairwise
+
 import pytest
 from trainer_material import configuration, random_samples, tiny_llama
 
@@ -27,7 +29,7 @@ def test_linear_falls_towards_the_minimum():
     made = rates("linear", warmup_steps=2, min_learning_rate=0.2)
     assert made[2] == 1.0
     assert made[-1] == pytest.approx(0.2 + 0.8 / 8)
-    assert all(a > b for a, b in zip(made[2:], made[3:], strict=False))
+    assert all(a > b for a, b in pairwise(made[2:]))
 
 
 def test_cosine_is_half_way_in_the_middle():

@@ -1,6 +1,5 @@
 """Slots: files that are reused, never shared between runs, and gone at the end."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,15 @@ def test_a_path_is_recognised_only_as_its_own(slots):
 
 
 def test_a_slot_that_fits_is_used_again_and_a_smaller_one_is_replaced(slots):
-    path = slots.allocate(0, 8192, fresh=False)
-    inode = os.stat(path).st_ino
-    assert os.stat(slots.allocate(0, 4096, fresh=False)).st_ino == inode
-    with open(path, "rb") as held:
-        assert os.stat(slots.allocate(0, 65536, fresh=False)).st_ino != os.fstat(held.fileno()).st_ino
-    assert os.stat(path).st_size == 65536
+    path = Path(slots.allocate(0, 8192, fresh=False))
+    with path.open("rb") as held:
+        inode = path.stat().st_ino
+        slots.allocate(0, 4096, fresh=False)
+        assert path.stat().st_ino == inode
+        slots.allocate(0, 65536, fresh=False)
+        assert path.stat().st_ino != inode
+        assert path.stat().st_size == 65536
+        assert not held.closed  # an open file keeps its inode from being given to another
 
 
 def test_a_fresh_slot_is_another_file_so_an_old_writer_harms_nobody(slots):
@@ -71,20 +73,20 @@ def test_a_reader_sees_what_is_written_but_its_own_writes_stay_its_own(slots):
 def test_a_slot_that_is_gone_or_a_link_is_one_clear_line(slots):
     with pytest.raises(PublicationError, match="No such file"):
         Maps(writable=False).open(slots.path(0))
-    os.symlink("/etc/passwd", slots.path(1))
+    Path(slots.path(1)).symlink_to("/etc/passwd")
     with pytest.raises(PublicationError, match="symbolic link"):
         Maps(writable=False).open(slots.path(1))
-    assert not os.path.islink(slots.allocate(1, 4096, fresh=False))
+    assert not Path(slots.allocate(1, 4096, fresh=False)).is_symlink()
 
 
 def test_no_room_names_the_setting_and_leaves_nothing_behind(slots):
     with pytest.raises(PublicationError, match=r"weight_sync.directory = .*99999999999999 bytes"):
         slots.allocate(0, 99_999_999_999_999, fresh=False)
-    assert not os.path.exists(slots.path(0))
+    assert not Path(slots.path(0)).exists()
 
 
 def test_a_missing_directory_names_the_setting(tmp_path):
-    with pytest.raises(PublicationError, match="weight_sync.directory = .*No such file"):
+    with pytest.raises(PublicationError, match=r"weight_sync.directory = .*No such file"):
         Slots(str(tmp_path / "none"), tmp_path).allocate(0, 1, fresh=False)
 
 
@@ -94,4 +96,4 @@ def test_removal_takes_every_slot_of_this_run_and_no_other(slots, tmp_path):
     for index in (0, 1, 7):
         slots.allocate(index, 4096, fresh=False)
     assert slots.remove() == 3
-    assert os.listdir(slots.directory) == [os.path.basename(kept)]
+    assert list(slots.directory.iterdir()) == [Path(kept)]

@@ -98,8 +98,8 @@ def test_a_relay_started_anew_adopts_and_gives_away_other_slots_as_new_files():
     table = SlotTable(3)
     assert table.judge(manifest(7), 1) is None
     table.show(manifest(7), 1)
-    first, second = publish(table, 8), publish(table, 9)
-    assert {first.index, second.index} == {0, 2} or first.fresh
+    first = publish(table, 8)
+    assert first.index != 1
     assert first.fresh  # a reader of the earlier relay may still hold it, and has no ticket here
 
 

@@ -1,0 +1,295 @@
+"""The rollout service.
+
+_lease     acquires groups while there is room                 waits for: room, a grant
+_group     samples one group's members and hands each in       waits for: the engine
+_beat      says what it holds, drops what was revoked          every third of a lease, once a second at least
+_follow    brings the weights up to the trainer's              waits for: a newer version; then, where
+           weights must not change under running requests, acquires nothing and waits until all are done
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from async_rl.actor.remote import Remote
+from async_rl.actor.service import Service
+from async_rl.config.modes import bounds
+from async_rl.config.schema import Config
+from async_rl.errors import ConfigError, DeadlineExceeded, EngineDied, PeerRefused, WorkRevoked
+from async_rl.protocol.buffer import (
+    Acquire,
+    BufferReply,
+    BufferRequest,
+    Extend,
+    Extended,
+    Fail,
+    FinishGenerate,
+    LeaseId,
+    LeaseReply,
+    Leases,
+    Started,
+)
+from async_rl.protocol.control import ControlReply, ControlRequest
+from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
+from async_rl.services.rollout.backends import build
+from async_rl.services.rollout.engine import Apply, Engine, Text
+from async_rl.services.rollout.held import Held, Ledger, seed_of, trajectory
+from async_rl.services.rollout.meter import Meter
+
+if TYPE_CHECKING:
+    from async_rl.weights.reader import Received, Subscriber
+
+GRANT_S = 0.5  # an update waits for a grant under way, so that no lease is granted for weights just replaced
+FETCH_S = 5.0
+
+R = TypeVar("R")
+log = logging.getLogger(__name__)
+
+
+class RolloutService(Service):
+    kind = "rollout"
+    requests = ControlRequest
+    replies = ControlReply
+
+    def __init__(self, config: Config, name: str) -> None:
+        super().__init__(config, name)
+        room, size = config.rollout.max_in_flight, config.batch.group_size
+        if room < size:
+            raise ConfigError(
+                f"rollout.max_in_flight = {room} is below batch.group_size = {size}: no group fits"
+            )
+        self._bounds = bounds(config)
+        self._ledger = Ledger()
+        self._tasks: dict[LeaseId, asyncio.Task[None]] = {}
+        self._meter = Meter(time.monotonic())
+        self._granting = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._newer = False  # a version is out that this worker has yet to load
+        self._ended = False
+        self._engine: Engine
+        self._text: Text
+        self._buffer: Remote
+        self._weights: Subscriber
+
+    async def work(self) -> None:
+        from async_rl.weights.reader import Subscriber
+
+        self._engine, self._text = await build(self.config)
+        try:
+            async with (
+                self.remote("buffer", BufferRequest, BufferReply) as self._buffer,
+                self.remote("weight_sync", WeightSyncRequest, WeightSyncReply) as weight_sync,
+            ):
+                self._weights = Subscriber(weight_sync, self.name, self.incarnation)
+                if not await self._first_weights():
+                    return
+                async with asyncio.TaskGroup() as tasks:
+                    helpers = [
+                        tasks.create_task(work(), name=f"{self.name} {work.__name__}")
+                        for work in (self._beat, self._follow, self._notice_stop)
+                    ]
+                    await self._lease(tasks)
+                    for task in [*helpers, *self._tasks.values()]:
+                        task.cancel()
+                    if not self._ended:
+                        await self._hand_back()
+        finally:
+            await self._engine.close()
+
+    def detail(self) -> dict[str, float | int | str]:
+        stats = self._meter.stats(time.monotonic())
+        return {"in_flight": self._meter.in_flight, "tokens": stats.tokens, "finished": stats.finished}
+
+    # --- leases --------------------------------------------------------------------------------------
+
+    async def _lease(self, tasks: asyncio.TaskGroup) -> None:
+        """Until the run has ended or a stop is asked for."""
+        while True:
+            await self._until(lambda: self._leaving or self._has_room)
+            if self._leaving:
+                return
+            async with self._granting:
+                version = self._engine.version
+                request = Acquire(self.name, self.incarnation, "generate", self._room, version, GRANT_S)
+                granted = await self._ask(request, Leases, wait_s=GRANT_S)
+                for lease in granted.generate:
+                    held = self._ledger.held[lease.id] = Held(lease, version)
+                    self._tasks[lease.id] = tasks.create_task(
+                        self._group(held), name=f"group {lease.id.group}"
+                    )
+            self._ended = self._ended or granted.ended
+
+    async def _group(self, held: Held) -> None:
+        lease = held.lease
+        try:
+            prompt = self._prompt(held)
+            if isinstance(prompt, str):
+                await self._fail(lease.id, None, prompt)
+                return
+            started = Started(self.name, self.incarnation, lease.id, self._engine.version)
+            if (await self._ask(started, LeaseReply)).outcome == "revoked":
+                return
+            async with asyncio.TaskGroup() as members:
+                for member in lease.members:
+                    members.create_task(self._member(held, member, prompt), name=f"member {member}")
+        except* WorkRevoked as revoked:
+            log.info("%s: group %d: %s", self.name, lease.id.group, revoked.exceptions[0])
+        finally:
+            self._ledger.held.pop(lease.id, None)
+            self._tasks.pop(lease.id, None)
+            self._changed.set()
+
+    async def _member(self, held: Held, member: int, prompt: list[int]) -> None:
+        lease = held.lease
+        self._meter.begin(time.monotonic())
+        try:
+            completion = await self._engine.generate(
+                prompt,
+                lease.sampling,
+                greedy=lease.greedy,
+                seed=seed_of(self.config.seed, lease, member),
+                draft=held.drafts[member],
+            )
+            result = trajectory(prompt, completion, self._text.decode(completion.tokens))
+        except EngineDied:
+            raise
+        except Exception as error:  # of this member alone; the others go on
+            log.warning("%s: group %d member %d failed", self.name, lease.id.group, member, exc_info=error)
+            await self._fail(lease.id, member, f"{type(error).__name__}: {error}")
+            return
+        finally:
+            self._meter.end(time.monotonic())
+            held.open.discard(member)
+            self._changed.set()
+        finish = FinishGenerate(self.name, self.incarnation, lease.id, member, result)
+        reply = await self._ask(finish, LeaseReply)
+        if reply.outcome == "revoked":
+            raise WorkRevoked(reply.reason)
+        self._meter.finished(len(completion.tokens))
+
+    def _prompt(self, held: Held) -> list[int] | str:
+        """The task's prompt as tokens, or why there is none."""
+        try:
+            prompt = self._text.encode(held.lease.task)
+        except Exception as error:  # a chat template is code that came with the model
+            return f"the prompt cannot be rendered: {type(error).__name__}: {error}"
+        if not prompt:
+            return "the prompt is empty"
+        if len(prompt) >= self._engine.context:
+            return f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._engine.context}"
+        return prompt
+
+    async def _beat(self) -> None:
+        every_s = min(self.config.services.lease_s / 3, 1.0)
+        while True:
+            stats = self._meter.stats(time.monotonic())
+            reply = await self._ask(
+                Extend(self.name, self.incarnation, self._ledger.progress(), stats), Extended
+            )
+            for lease, reason in reply.revoked:
+                if lease in self._tasks:
+                    log.info("%s: group %d: revoked: %s", self.name, lease.group, reason)
+                    self._tasks[lease].cancel()
+            if reply.ended:
+                self._ended = True
+                self._changed.set()
+            await asyncio.sleep(every_s)
+
+    async def _hand_back(self) -> None:
+        """What is not done goes to another worker at once, not when the lease lapses."""
+        reasons = [self._fail(lease, None, "worker stops") for lease in list(self._ledger.held)]
+        await asyncio.gather(*reasons)
+
+    async def _fail(self, lease: LeaseId, member: int | None, reason: str) -> None:
+        await self._ask(Fail(self.name, self.incarnation, lease, member, reason), LeaseReply)
+
+    # --- weights -------------------------------------------------------------------------------------
+
+    async def _first_weights(self) -> bool:
+        """Nothing is sampled before the trainer's weights are here. False: stopped first."""
+        deadline_s = self.config.services.connect_s + self.config.weight_sync.publish_s
+        end = time.monotonic() + deadline_s
+        while not self.stopping.is_set():
+            received = await self._weights.fetch(-1, 1.0)
+            if received is not None:
+                await self._update(received)
+                return True
+            if time.monotonic() > end:
+                setting = "services.connect_s + weight_sync.publish_s"
+                raise DeadlineExceeded("the trainer's first weights", deadline_s, setting)
+        return False
+
+    async def _follow(self) -> None:
+        while True:
+            received = await self._weights.fetch(self._engine.version, FETCH_S)
+            if received is None:
+                continue
+            self._newer = True
+            async with self._granting:
+                if self._may_update():
+                    await self._update(received)
+                    self._newer = False
+                    self._changed.set()
+                    continue
+            # Nobody sits on a slot of the relay: by the time this worker is done, there may be a newer one.
+            await self._weights.release(received)
+            await self._until(self._may_update)
+
+    async def _update(self, received: "Received") -> None:
+        async def read(apply: Apply) -> int:
+            current = received
+            while True:
+                await apply(current)
+                if await self._weights.release(current):
+                    return current.version
+                current = await self._replacement()
+
+        began = time.monotonic()
+        await self._engine.update(read, keep_cache=self._bounds.keep_cache)
+        self.version = self._engine.version
+        self._meter.updated(time.monotonic() - began)
+
+    async def _replacement(self) -> "Received":
+        """For weights taken back while they were read."""
+        deadline_s = self.config.weight_sync.publish_s
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            received = await self._weights.fetch(-1, FETCH_S)
+            if received is not None:
+                return received
+        raise DeadlineExceeded("weights to replace those taken back", deadline_s, "weight_sync.publish_s")
+
+    def _may_update(self) -> bool:
+        return self._ledger.may_update(self._bounds.in_flight)
+
+    # --- waiting -------------------------------------------------------------------------------------
+
+    @property
+    def _leaving(self) -> bool:
+        return self._ended or self.stopping.is_set()
+
+    @property
+    def _room(self) -> int:
+        return self.config.rollout.max_in_flight - self._ledger.in_flight
+
+    @property
+    def _has_room(self) -> bool:
+        draining = self._newer and not self._bounds.in_flight
+        return not draining and self._room >= self.config.batch.group_size
+
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _notice_stop(self) -> None:
+        await self.stopping.wait()
+        self._changed.set()
+
+    async def _ask(self, message: Any, kind: type[R], *, wait_s: float = 0.0) -> R:
+        reply = await self._buffer.ask(message, wait_s=wait_s)
+        if not isinstance(reply, kind):
+            raise PeerRefused(f"buffer answered {type(message).__name__} with {type(reply).__name__}")
+        return reply

@@ -1,0 +1,72 @@
+"""Two ranks over gloo: one denominator, one gradient."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import datetime, json, sys
+sys.path.insert(0, sys.argv[4])
+import torch
+torch.set_num_threads(1)
+from trainer_material import configuration, random_samples, sample, tiny_llama, trajectory
+from async_rl.algorithms.aggregation import token_mean, weighted_sum
+from async_rl.services.trainer.objective import Objective
+from async_rl.services.trainer.policy import Policy
+from async_rl.services.trainer.ranks import Ranks
+
+rank, size = int(sys.argv[1]), int(sys.argv[2])
+ranks = Ranks(rank, size)
+if size > 1:
+    torch.distributed.init_process_group(
+        "gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+config = configuration()
+objective = Objective.of(config)
+own = [sample(trajectory([1], [2] * (2 if rank == 0 else 6)))]
+totals = objective.totals(own, ranks)
+losses = torch.full((len(own[0].action),), 1.0 if rank == 0 else 0.0)
+weights = token_mean(torch.ones_like(losses), torch.zeros(len(losses)), 1, totals, 1)
+mean = float(ranks.sum_(weighted_sum(losses, weights)))
+policy = Policy(tiny_llama(), config, ranks)
+for seed in range(3):
+    update = policy.update(random_samples(5, seed, silent=(0, 2, 4) if seed == 1 else ()), objective)
+print(json.dumps({
+    "mean": mean,
+    "loss": update.loss,
+    "norm": update.gradient_norm,
+    "tokens": update.tokens,
+    "k3": update.mismatch.k3,
+    "ratio": update.mismatch.max_ratio,
+    "weights": [float(p.detach().abs().sum()) for p in policy.model.parameters()],
+}))
+"""
+
+
+def start(rank, size, store):
+    unit = Path(__file__).parent.parent / "unit"
+    command = [sys.executable, "-c", RANK, str(rank), str(size), str(store), str(unit)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def finish(processes):
+    try:
+        return [json.loads(p.communicate(timeout=90)[0].splitlines()[-1]) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_two_ranks_make_the_update_that_one_makes(tmp_path):
+    """Field report 18: rank A two tokens of loss 1, rank B six of loss 0: 0.25 globally, not 0.5."""
+    first, second = finish([start(rank, 2, tmp_path / "store") for rank in range(2)])
+    assert first["mean"] == second["mean"] == 0.25
+    assert first["weights"] == second["weights"]
+    (alone,) = finish([start(0, 1, tmp_path / "unused")])
+    for figure in ("loss", "norm", "tokens", "k3", "ratio", "weights"):
+        assert first[figure] == pytest.approx(alone[figure], abs=1e-9), figure

@@ -1,0 +1,66 @@
+"""Every shipped recipe parses, has consistent numbers, and its data gives tasks."""
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.config import bounds, load
+from async_rl.data import TaskStream, held_out_tasks
+from async_rl.data import check as check_data
+from async_rl.models import prepare
+from async_rl.models.tiny import check_shape, missing_characters
+from async_rl.models.warmup import demonstrations
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
+
+
+@pytest.fixture(params=RECIPES, ids=[path.stem for path in RECIPES])
+def recipe(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_there_are_recipes() -> None:
+    assert {"quickstart", "smollm2_arithmetic"} <= {path.stem for path in RECIPES}
+
+
+def test_a_recipe_parses_and_its_numbers_agree(recipe: Path) -> None:
+    config = load(recipe)
+    bounds(config)
+    prepare.check_exclusive(config)
+    assert config.name == recipe.stem
+
+
+def test_the_data_of_a_recipe_gives_its_tasks(recipe: Path) -> None:
+    config = load(recipe)
+    check_data(config.data)
+    first = TaskStream(config.data, config.seed).task(0)
+    assert first.text
+    assert first.answer
+    assert (first.prompt is None) == (config.data.format == "chat")
+
+
+def test_a_recipe_is_judged_on_256_tasks_that_are_never_trained(recipe: Path) -> None:
+    config = load(recipe)
+    held_out = {task.text for task in held_out_tasks(config.data)}
+    stream = TaskStream(config.data, config.seed)
+    assert config.data.held_out_size == 256
+    assert not held_out & {stream.task(position).text for position in range(500)}
+
+
+def test_a_warm_up_reads_every_task_of_its_recipe(recipe: Path) -> None:
+    config = load(recipe)
+    if config.warmup is None:
+        pytest.skip("no [warmup] in it")
+    check_shape(config.warmup)
+    assert demonstrations(config)
+    held_out = held_out_tasks(config.data)
+    assert not missing_characters(config.warmup.characters, (t.text + (t.answer or "") for t in held_out))
+    longest = max(len(t.text) for t in held_out)
+    assert longest + config.sampling.max_new_tokens <= config.warmup.context
+
+
+def test_a_recipe_has_its_page(recipe: Path) -> None:
+    page = (ROOT / "docs" / recipe.relative_to(ROOT)).with_suffix(".md")
+    assert f"async-rl train {recipe.relative_to(ROOT)}" in page.read_text(encoding="utf-8")
