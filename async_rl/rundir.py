@@ -1,13 +1,13 @@
 """The folder of a run, runs/NAME/: where everything of it lies.
 
-    run.toml              the resolved configuration
-    metrics.jsonl         one line a step, and one an evaluation
-    summary.json          the end of it, format 1
-    logs/SERVICE.log
-    checkpoints/step-00000040/   a model folder that transformers loads
-    services/SERVICE.json        address and pid of a running service
-    services/SERVICE.lock        held while it runs
-    previous/1/                  what an earlier run of the same name left
+run.toml              the resolved configuration
+metrics.jsonl         one line a step, and one an evaluation
+summary.json          the end of it, format 1
+logs/SERVICE.log
+checkpoints/step-00000040/   a model folder that transformers loads
+services/SERVICE.json        address and pid of a running service
+services/SERVICE.lock        held while it runs
+previous/1/                  what an earlier run of the same name left
 """
 
 import contextlib

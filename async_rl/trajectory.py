@@ -56,7 +56,9 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Spans  # of the action tokens, in order; counts add up to action.sum()
     stop: StopReason
     text: str  # the completion decoded for graders and people; never encoded again
-    survivors: np.ndarray | None = None  # [A, k] int32, ids that top_p / top_k kept per action token, -1 padded
+    survivors: np.ndarray | None = (
+        None  # [A, k] int32, ids that top_p / top_k kept per action token, -1 padded
+    )
 
     @property
     def oldest_version(self) -> int:
@@ -66,9 +68,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What is wrong with the shapes, or None."""
         length = self.tokens.shape[0] if self.tokens.ndim == 1 else -1
         if length < 1 or self.action.shape != (length,) or self.logprobs.shape != (length,):
-            return (
-                f"tokens {self.tokens.shape}, action {self.action.shape}, logprobs {self.logprobs.shape} differ"
-            )
+            return f"tokens {self.tokens.shape}, action {self.action.shape}, logprobs {self.logprobs.shape} differ"
         counted = sum(count for _, count in self.versions)
         actions = int(self.action.sum())
         if counted != actions or any(count < 1 or version < 0 for version, count in self.versions):

@@ -10,7 +10,7 @@ from pathlib import Path
 from async_rl.actor.mailbox import refuse_public
 from async_rl.config import Config, bounds, load
 from async_rl.config.memory import Estimate, estimate, readable
-from async_rl.config.schema import CustomGrader, FakeEngine, TransformersEngine
+from async_rl.config.schema import CustomGrader, FakeEngine
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
 from async_rl.models import prepare
@@ -41,12 +41,15 @@ def facts(config: Config) -> Iterator[str]:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """One line each, the most basic first."""
-    for step in (_staleness, _batch, _sampling, _model, _data, _grader, _addresses, _memory):
+    """One line each, the most basic first, each once."""
+    said: set[str] = set()
+    for step in (_staleness, _batch, _sampling, _data, _model, _grader, _addresses, _memory):
         try:
-            yield from step(config)
+            found = list(step(config))
         except UserError as error:
-            yield str(error)
+            found = [str(error)]
+        yield from (problem for problem in found if problem not in said)
+        said.update(found)
 
 
 def _staleness(config: Config) -> Iterator[str]:
@@ -70,11 +73,11 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _sampling(config: Config) -> Iterator[str]:
-    sampling = config.sampling
-    if (sampling.top_p < 1 or sampling.top_k) and not engine_returns_survivors(config):
+    sampling, engine = config.sampling, config.rollout.engine
+    if (sampling.top_p < 1 or sampling.top_k) and isinstance(engine, FakeEngine):
         yield (
-            f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}: engine '{engine_kind(config)}' cannot return the ids "
-            "that survive truncation, so the trainer could not renormalise; use top_p = 1 and top_k = 0"
+            f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}: the fake engine cannot tell which ids survive "
+            "truncation, so the trainer could not renormalise; use top_p = 1 and top_k = 0"
         )
 
 
@@ -82,7 +85,9 @@ def _model(config: Config) -> Iterator[str]:
     prepare.check(config)
     path = Path(config.model.path)
     if (path / "config.json").is_file():
-        context = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+        context = json.loads((path / "config.json").read_text(encoding="utf-8")).get(
+            "max_position_embeddings"
+        )
         if isinstance(context, int) and config.sampling.max_new_tokens >= context:
             yield f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt in the model's context of {context}"
 
@@ -120,12 +125,14 @@ def _port_problem(address: str) -> str | None:
     if not address.startswith("tcp://"):
         return None
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
-        return f"'{port}' is no port; write tcp://127.0.0.1:PORT"
+    if port == "*":
+        return None
+    if int(port) > 65535:
+        return f"{port} is no port; the largest is 65535"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host.strip("[]"), int(port)))
+            probe.bind((host, int(port)))
         except OSError as error:
             return f"the port is in use ({os.strerror(error.errno or 0)}); choose another, or leave the address empty"
     return None
@@ -148,14 +155,3 @@ def _memory(config: Config) -> Iterator[str]:
     total = Estimate.machine_bytes()
     if total and memory.total > total:
         yield f"memory: {memory.describe()}, and this machine has {readable(total)}"
-
-
-def engine_kind(config: Config) -> str:
-    return str(config.rollout.engine.__struct_config__.tag)
-
-
-def engine_returns_survivors(config: Config) -> bool:
-    """Whether the engine tells which ids top_p and top_k kept at each token."""
-    match config.rollout.engine:
-        case TransformersEngine() | FakeEngine():
-            return False

@@ -83,7 +83,9 @@ def table(tasks: list[Task], scores: list[list[Score]], title: str) -> Table:
         by_source["all"] = scores
     samples = len(scores[0])
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= samples]
-    sheet = Table("source", "tasks", "reward", *(f"pass@{k}" for k in ks), "no vote", title=title, title_justify="left")
+    sheet = Table(
+        "source", "tasks", "reward", *(f"pass@{k}" for k in ks), "no vote", title=title, title_justify="left"
+    )
     for source, groups in by_source.items():
         voting = [[s.reward for s in group if s.reward is not None] for group in groups]
         rewards = [reward for group in voting for reward in group]
@@ -98,4 +100,3 @@ def _mean_pass(groups: list[list[float]], k: int) -> str:
         return "unknown"
     chances = [pass_at_k(len(group), sum(reward >= RIGHT for reward in group), k) for group in groups]
     return f"{sum(chances) / len(chances):.3f}"
-

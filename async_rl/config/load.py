@@ -53,7 +53,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         else:
             node = node.setdefault(part, {})
         if not isinstance(node, dict | list):
-            raise ConfigError(f"override '{override}': {'.'.join(parts[: depth + 1])} is a value, not a table")
+            raise ConfigError(
+                f"override '{override}': {'.'.join(parts[: depth + 1])} is a value, not a table"
+            )
     if isinstance(node, list):
         node[_position(node, parts[-1], override)] = _value(text.strip())
     else:
@@ -82,7 +84,11 @@ def unknown_keys(value: Any, kind: inspect.Type, path: str) -> Iterator[str]:
             field, tags = structs[0].tag_field or "kind", [str(s.tag) for s in structs]
             tag = value.get(field)
             here = f"{path}.{field}" if path else str(field)
-            yield f"{here} is missing{nearest('', tags)}" if tag is None else f"{here} = {tag!r} is unknown{nearest(str(tag), tags)}"
+            yield (
+                f"{here} is missing{nearest('', tags)}"
+                if tag is None
+                else f"{here} = {tag!r} is unknown{nearest(str(tag), tags)}"
+            )
             return
         fields = {f.encode_name: f.type for f in struct.fields}
         for key, item in value.items():

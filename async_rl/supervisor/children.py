@@ -25,7 +25,12 @@ class Child:
         environment = os.environ | role.environment() | {PARENT: str(os.getpid())}
         with log.open("ab") as sink:
             process = await asyncio.create_subprocess_exec(
-                *role.command(run_toml), stdin=asyncio.subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True
+                *role.command(run_toml),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=environment,
+                start_new_session=True,
             )
         return cls(role, process)
 
@@ -56,7 +61,9 @@ async def stop_in_order(children: Iterable[Child], stop_s: float) -> None:
             child.process.terminate()
         await wait_for(stopping, stop_s)
         for child in stopping:
-            child.signal(signal.SIGKILL)  # the whole group: graders and engines of a service that did not end itself
+            child.signal(
+                signal.SIGKILL
+            )  # the whole group: graders and engines of a service that did not end itself
             await child.process.wait()
 
 

@@ -49,7 +49,11 @@ class LiveLine:
             "heartbeat_s": times.heartbeat_s,
         }
         trainer_at, buffer_at = (lambda: self._run.address("trainer")), (lambda: self._run.address("buffer"))
-        status = self._console.status("starting", spinner="dots") if self._console.is_terminal and not self._quiet else None
+        status = (
+            self._console.status("starting", spinner="dots")
+            if self._console.is_terminal and not self._quiet
+            else None
+        )
         async with (
             Remote("trainer", trainer_at, ControlRequest, ControlReply, **common) as trainer,
             Remote("buffer", buffer_at, BufferRequest, BufferReply, **common) as buffer,
@@ -90,7 +94,12 @@ class Rates:
     def update(self, now: float, report: BufferReport) -> tuple[float, float]:
         """(tokens/s, idle share) of all rollout workers together; (0, 0) at the first call."""
         workers = [stats for name, stats in report.workers.items() if name.startswith("rollout")]
-        sums = (now, sum(w.tokens for w in workers), sum(w.up_s for w in workers), sum(w.busy_s for w in workers))
+        sums = (
+            now,
+            sum(w.tokens for w in workers),
+            sum(w.up_s for w in workers),
+            sum(w.busy_s for w in workers),
+        )
         last, self._last = self._last, sums
         if last is None or now <= last[0] or sums[2] <= last[2]:
             return 0.0, 0.0
@@ -142,13 +151,19 @@ def summary_rows(summary: dict[str, Any], restarts: dict[str, int]) -> list[tupl
     held_out, groups = summary["held_out"], summary["groups"] or {}
     rows = [
         ("held-out score", f"{_figure(held_out['before'], '.3f')} -> {_figure(held_out['after'], '.3f')}"),
-        ("held-out curve", ", ".join(f"v{version} {score:.3f}" for version, score in held_out["curve"]) or "none"),
+        (
+            "held-out curve",
+            ", ".join(f"v{version} {score:.3f}" for version, score in held_out["curve"]) or "none",
+        ),
         ("reward", f"{_figure(summary['reward_first'], '.3f')} -> {_figure(summary['reward_last'], '.3f')}"),
         ("steps", f"{summary['steps']} ({summary['ended']}), mode {summary['mode']}, eta {summary['eta']}"),
         ("groups", conservation_line(groups)),
         ("tokens generated", _rate(summary["tokens_generated"], summary["tokens_generated_per_s"])),
         ("tokens trained", _rate(summary["tokens_trained"], summary["tokens_trained_per_s"])),
-        ("idle", f"trainer {_figure(summary['idle_trainer'], '.0%')}, rollouts {_figure(summary['idle_rollout'], '.0%')}"),
+        (
+            "idle",
+            f"trainer {_figure(summary['idle_trainer'], '.0%')}, rollouts {_figure(summary['idle_rollout'], '.0%')}",
+        ),
         ("lag of trained tokens", lag_line(summary["lag_histogram"])),
         ("mismatch KL (k3)", _figure(summary["mismatch_kl_k3"], ".2e")),
         ("skipped updates", str(summary["skipped_updates"])),

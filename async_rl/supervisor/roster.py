@@ -17,7 +17,16 @@ class Role(Struct, frozen=True):
     threads: int
 
     def command(self, run_toml: Path) -> list[str]:
-        return [sys.executable, "-m", "async_rl.cli.main", "serve", self.service, str(run_toml), "--index", str(self.index)]
+        return [
+            sys.executable,
+            "-m",
+            "async_rl.cli.main",
+            "serve",
+            self.service,
+            str(run_toml),
+            "--index",
+            str(self.index),
+        ]
 
     def environment(self) -> dict[str, str]:
         count = str(self.threads)

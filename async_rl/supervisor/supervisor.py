@@ -110,4 +110,3 @@ class Supervisor:
 
 def _how(status: int) -> str:
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-

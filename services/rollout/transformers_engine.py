@@ -34,6 +34,7 @@ from async_rl.models.attention import NAME as PACKED
 from async_rl.models.attention import use_packed_attention
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights
 from async_rl.services.rollout.live_weights import LiveWeights
+from async_rl.services.rollout.prefixes import Prefills, forget, share_only
 from async_rl.services.rollout.sampler import Row, sample, truncates
 from async_rl.trajectory import StopReason
 
@@ -55,6 +56,9 @@ class _Request:
         self.uniform = random.Random(seed).random
         self.draft = draft
         self.truncates = truncates(sampling) and not greedy
+        self.key = tuple(prompt)
+        self.leads = False  # others wait until its prompt is computed
+        self.fresh = True  # nothing in its cache is of older weights
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -78,7 +82,7 @@ class TransformersEngine:
                 page_size=settings.page_size,
                 max_batch_tokens=settings.max_batch_tokens,
                 max_requests_per_batch=min(settings.max_requests, settings.max_batch_tokens),
-                allow_block_sharing=False,  # shared prefixes would outlive an update of the weights
+                allow_block_sharing=True,
                 use_async_batching=False,  # rows are sampled on the host, one step after another
                 use_cuda_graph=False,
             ),
@@ -89,8 +93,12 @@ class TransformersEngine:
         processor.model_runner._sample = self._choose
         if attention == PACKED:
             processor.cache.update = partial(_leave_in_pages, processor.cache)
+        self._cache = processor.cache
+        share_only(self._cache, self._shares)
+        self._page_size = settings.page_size
         self._inputs = processor.inputs_and_outputs
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Request] = {}  # with the manager, by id
+        self._prefills: Prefills[_Request] = Prefills()
         self._ids = map(str, itertools.count())
         self._failure: EngineDied | None = None
         self._standing = False
@@ -124,9 +132,10 @@ class TransformersEngine:
         try:
             await request.done
         finally:
-            if not request.done.done() or request.done.cancelled():
+            if request.id in self._requests and (not request.done.done() or request.done.cancelled()):
                 self._manager.cancel_request(request.id)
             self._requests.pop(request.id, None)
+            self._release(request)
         return draft.completion(self._stop_reason(request))
 
     async def update(self, read: ReadWeights, *, keep_cache: bool = False) -> None:
@@ -147,7 +156,11 @@ class TransformersEngine:
                         if written:
                             self._die(f"weights were given up while they were read: {error!r}")
                         raise
-                    if not keep_cache:
+                    forget(self._cache)
+                    if keep_cache:
+                        for request in self._requests.values():
+                            request.fresh = False
+                    else:
                         self._resubmit()
             finally:
                 self._open.set()
@@ -166,9 +179,17 @@ class TransformersEngine:
     # --- requests ------------------------------------------------------------------------------------
 
     def _submit(self, request: _Request) -> None:
-        """Hand the prompt and what is drafted so far to the manager, under a new id."""
+        """Hand the prompt and what is drafted so far to the manager, under a new id; or wait for who computes
+        that prompt already."""
         if self._failure is not None:
             raise self._failure
+        if len(request.prompt) > self._page_size:  # else no page of it is ever shared
+            request.leads = self._prefills.enter(request.key, request)
+            if not request.leads:
+                return
+        self._hand_over(request)
+
+    def _hand_over(self, request: _Request) -> None:
         request.id = next(self._ids)
         request.draft.mark(self.version)
         self._requests[request.id] = request
@@ -181,12 +202,29 @@ class TransformersEngine:
             self._die("the generation thread takes no more requests")
             raise self._failure or EngineDied("no more requests")
 
+    def _release(self, request: _Request) -> None:
+        """`request` has its prompt computed, or is gone: who waited for that goes on."""
+        for follower in self._prefills.leave(request.key, request):
+            if request.draft.tokens:
+                self._hand_over(follower)
+            else:
+                self._submit(follower)  # nothing was computed: the first of them does it now
+
+    def _shares(self, id_: str) -> bool:
+        """Whether the pages of a request may serve others; asked in the generation thread."""
+        request = self._requests.get(id_)
+        return request is not None and request.fresh
+
     def _resubmit(self) -> None:
+        waiting = self._prefills.clear()
         for request in list(self._requests.values()):
             if not self._complete(request):  # else its end is on the way to the event loop
                 self._manager.cancel_request(request.id)
                 del self._requests[request.id]
+                request.fresh = True
                 self._submit(request)
+        for request in waiting:
+            self._submit(request)
 
     def _complete(self, request: _Request) -> bool:
         tokens = request.draft.tokens
@@ -231,6 +269,9 @@ class TransformersEngine:
                 if kept is not None:
                     request.draft.survivors.append(kept)
                 request.draft.tokens.append(token)  # last: what looks at the draft counts tokens
+                if request.leads:
+                    request.leads = False
+                    self._loop.call_soon_threadsafe(self._release, request)
 
     # --- pause and death -----------------------------------------------------------------------------
 
@@ -275,7 +316,7 @@ class TransformersEngine:
             self._failure = EngineDied(f"transformers engine: {reason}")
             log.error("%s", self._failure)
             self._died.set_result(None)
-        for request in self._requests.values():
+        for request in [*self._requests.values(), *self._prefills.waiting]:
             if not request.done.done():
                 request.done.set_exception(self._failure)
 

@@ -48,7 +48,14 @@ def test_an_asynchronous_run_trains_and_leaves_everything_it_promises(folder: Pa
     assert summary["largest_lag_trained"] <= 2
     assert summary["held_out"]["before"] is not None
     assert summary["held_out"]["after"] is not None
-    for label in ("held-out score", "idle", "lag of trained tokens", "mismatch KL", "tokens generated", "admitted"):
+    for label in (
+        "held-out score",
+        "idle",
+        "lag of trained tokens",
+        "mismatch KL",
+        "tokens generated",
+        "admitted",
+    ):
         assert label in output
     run = folder / "runs" / "ring"
     assert {p.name for p in (run / "logs").iterdir()} == {
@@ -125,7 +132,9 @@ def test_an_error_inside_a_service_ends_the_run_with_that_error(folder: Path) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_and_can_be_run_again(folder: Path, number: signal.Signals) -> None:
+def test_an_interrupted_run_leaves_no_process_and_can_be_run_again(
+    folder: Path, number: signal.Signals
+) -> None:
     # Field report 54.
     process = ring.start("train", "run.toml", "max_steps=500", cwd=folder)
     ring.until(lambda: len(ring.steps(folder)) >= 2, "step 2")
@@ -179,4 +188,6 @@ def test_eval_scores_a_checkpoint_that_plain_transformers_loads(folder: Path) ->
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / checkpoint)
-    assert json.loads((folder / checkpoint / "config.json").read_text())["vocab_size"] == model.config.vocab_size
+    assert (
+        json.loads((folder / checkpoint / "config.json").read_text())["vocab_size"] == model.config.vocab_size
+    )

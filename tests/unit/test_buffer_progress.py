@@ -7,7 +7,8 @@ from msgspec import structs
 
 from async_rl.buffers.settings import Settings
 from async_rl.buffers.state import new_state
-from tests.unit.buffer_material import plain, ring, settings
+from tests.unit.buffer_material import plain, settings
+from tests.unit.buffer_ring import ring
 
 SET_UPS = 60  # per policy
 

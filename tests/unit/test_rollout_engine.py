@@ -413,3 +413,67 @@ def test_a_full_cache_delays_requests_but_changes_none():
     for done in with_engine(body, ends=(), num_blocks=12, page_size=8):
         assert len(done.tokens) == 40
         close_to(done.logprobs, forward_logprobs(llama(), PROMPTS[0], done.tokens))
+
+
+def count_prompt_tokens(model):
+    """Wraps `model` so that the list returned grows by the tokens of every forward pass."""
+    seen, forward = [], model.forward
+
+    def counted(input_ids, *args, **kwargs):
+        seen.append(input_ids.numel())
+        return forward(input_ids, *args, **kwargs)
+
+    model.forward = counted
+    return seen
+
+
+LONG = [3 + i % 30 for i in range(70)]  # four whole pages of 16, and 6 tokens
+
+
+def test_a_group_computes_its_prompt_once():
+    model = llama()
+    seen = count_prompt_tokens(model)
+
+    async def body(engine):
+        await asyncio.gather(*(engine.generate(LONG, Sampling(max_new_tokens=4), seed=k) for k in range(8)))
+
+    with_engine(body, model=model, ends=(), page_size=16)
+    assert (
+        sum(seen) <= 70 + 7 * 6 + 8 * 3
+    )  # 6 tokens of the prompt are in no whole page; 3 are decoded by each
+
+
+def test_no_page_of_older_weights_serves_a_new_prompt():
+    # Field report 32: the same prompt before and after an update.
+    newer = llama(1)
+
+    async def body(engine):
+        sampling = Sampling(max_new_tokens=12)
+        await engine.generate(LONG, sampling, greedy=True)
+        stays = asyncio.create_task(engine.generate(LONG, Sampling(max_new_tokens=20), seed=3))
+        while not engine._requests:
+            await asyncio.sleep(0)
+        await engine.update(reader(weights_of(newer, 1)), keep_cache=True)
+        return await engine.generate(LONG, sampling, greedy=True), await stays
+
+    for _ in range(3):
+        after, _stays = with_engine(body, ends=(), page_size=16)
+        with torch.no_grad():
+            logprobs = newer(torch.tensor([LONG + after.tokens])).logits[0].log_softmax(-1)
+        expected = [logprobs[len(LONG) - 1 + i, t].item() for i, t in enumerate(after.tokens)]
+        assert after.logprobs == pytest.approx(expected, abs=1e-4)
+        assert after.versions == [(1, 12)]
+
+
+def test_who_waits_for_a_prompt_goes_on_when_the_first_is_cancelled():
+    async def body(engine):
+        first = asyncio.create_task(engine.generate(LONG, Sampling(max_new_tokens=4), seed=0))
+        rest = [
+            asyncio.create_task(engine.generate(LONG, Sampling(max_new_tokens=4), seed=k)) for k in (1, 2)
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first.cancel()
+        return await asyncio.gather(*rest)
+
+    assert [len(c.tokens) for c in with_engine(body, ends=(), page_size=16)] == [4, 4]

@@ -242,7 +242,9 @@ def test_the_shared_prefix_changes_neither_loss_nor_gradient(common: str) -> Non
 
 
 def packaged(config: Config, package: str) -> Config:
-    return parse({**_tree(config), "warmup": None, "model": {"path": config.model.path, "from_package": package}})
+    return parse(
+        {**_tree(config), "warmup": None, "model": {"path": config.model.path, "from_package": package}}
+    )
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path) -> None:
