@@ -50,7 +50,8 @@ class RunDir:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UserError(
-                    f"{self.path}: its {service} is running already (pid {self.pid(service)}); stop it, or give this run another name"
+                    f"{self.path}: its {service} is running already (pid {self.pid(service)}); "
+                    "stop it, or give this run another name"
                 ) from None
             yield
 

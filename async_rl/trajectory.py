@@ -56,9 +56,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Spans  # of the action tokens, in order; counts add up to action.sum()
     stop: StopReason
     text: str  # the completion decoded for graders and people; never encoded again
-    survivors: np.ndarray | None = (
-        None  # [A, k] int32, ids that top_p / top_k kept per action token, -1 padded
-    )
+    survivors: np.ndarray | None = None  # [A, k] int32, ids that top_p / top_k kept per action token, -1 padded
 
     @property
     def oldest_version(self) -> int:

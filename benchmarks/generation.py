@@ -123,9 +123,7 @@ async def compare(rounds: int) -> dict[str, object]:
                 "engine": engine_rates,
                 "generate": generate_rates,
                 "ratio_cpu": round(engine_rates["tokens_per_cpu_s"] / generate_rates["tokens_per_cpu_s"], 2),
-                "ratio_wall": round(
-                    engine_rates["tokens_per_wall_s"] / generate_rates["tokens_per_wall_s"], 2
-                ),
+                "ratio_wall": round(engine_rates["tokens_per_wall_s"] / generate_rates["tokens_per_wall_s"], 2),
                 "goal": GOALS.get(kind),
             }
             print(f"{kind}: {report[kind]}", flush=True)
@@ -135,9 +133,7 @@ async def compare(rounds: int) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -26,9 +26,7 @@ def main() -> None:
     options.add_argument("recipe")
     options.add_argument("overrides", nargs="*")
     given = options.parse_args()
-    results = {
-        mode: measure(given.recipe, mode, settings + given.overrides) for mode, settings in MODES.items()
-    }
+    results = {mode: measure(given.recipe, mode, settings + given.overrides) for mode, settings in MODES.items()}
     for result in results.values():
         result["speedup"] = round(results["sync"]["train_wall_s"] / result["train_wall_s"], 3)
         print({key: result[key] for key in ("held_out_before", "held_out_after", "train_wall_s", "speedup")})

@@ -17,9 +17,7 @@ def unfit_version(lease: Lease, version: int, *, newest: int, exact: int | None)
     return None
 
 
-def unfit_trajectory(
-    group: Group, lease: Lease, trajectory: Trajectory, *, newest: int, in_flight: bool
-) -> str | None:
+def unfit_trajectory(group: Group, lease: Lease, trajectory: Trajectory, *, newest: int, in_flight: bool) -> str | None:
     """Malformed, older than it may be, or of several versions where the mode promises one."""
     wrong = trajectory.problems()
     if wrong is not None:

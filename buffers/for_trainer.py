@@ -82,9 +82,7 @@ class ForTrainer:
         if step == state.version - 1:
             return state.version
         if step != state.version or state.batch is None:
-            raise AsyncRLError(
-                f"finish of step {step}: the next step is {state.version}, and a step is drawn first"
-            )
+            raise AsyncRLError(f"finish of step {step}: the next step is {state.version}, and a step is drawn first")
         self._core.record(events.StepCommitted(step))
         if self._core.settings.on_exceed == "drop":
             self._core.drop_stale(self._past_deadline())

@@ -15,15 +15,11 @@ class ForWorkers:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def acquire(
-        self, worker: str, incarnation: str, stage: Stage, n: int, version: int, now: float
-    ) -> list[Lease]:
+    def acquire(self, worker: str, incarnation: str, stage: Stage, n: int, version: int, now: float) -> list[Lease]:
         """Leases for at most `n` trajectories; AsyncRLError for a replaced incarnation, or n < 1."""
         core, state = self._core, self._core.state
         if n < 1:
-            raise AsyncRLError(
-                f"{worker} asks for {n} trajectories; no group is that small, ask for 1 at least"
-            )
+            raise AsyncRLError(f"{worker} asks for {n} trajectories; no group is that small, ask for 1 at least")
         if core.roster.greet(worker, incarnation, stage, version, now):
             dead = [lease.id for lease in state.leases.values() if lease.worker == worker]
             self._lapse(dead, f"{worker} was started anew")
@@ -100,11 +96,7 @@ class ForWorkers:
         held = self._owed(worker, incarnation, lease, WHOLE if member is None else member, now, failing=True)
         if isinstance(held, LeaseReply):
             return held
-        failed = (
-            events.LeaseFailed(lease, reason)
-            if member is None
-            else events.MemberFailed(lease, member, reason)
-        )
+        failed = events.LeaseFailed(lease, reason) if member is None else events.MemberFailed(lease, member, reason)
         self._core.record(failed)
         self._core.follow(lease.group, f"{worker}: {reason}")
         self._core.state.check()

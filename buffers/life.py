@@ -26,11 +26,7 @@ def _judge(group: Group, settings: Settings) -> list[events.Any]:
         return [_refill(group, silent)]
     why = group.scores[silent[0]]
     detail = f"{len(voters)} of {len(group.wanted)} members vote, batch.min_valid = {settings.min_valid}"
-    return [
-        events.Failed(
-            group.id, "min_valid", f"{detail}; member {silent[0]}: {why.status} {why.detail}".rstrip()
-        )
-    ]
+    return [events.Failed(group.id, "min_valid", f"{detail}; member {silent[0]}: {why.status} {why.detail}".rstrip())]
 
 
 def _judge_sample(group: Group) -> list[events.Any]:

@@ -24,9 +24,7 @@ def buffer_report(core: Core, now: float) -> BufferReport:
         conserved=state.admitted == gone + state.held,
         lapsed=state.lapsed,
         workers={name: total(worker) for name, worker in workers.items()},
-        worker_versions={
-            name: worker.version for name, worker in workers.items() if worker.stage == "generate"
-        },
+        worker_versions={name: worker.version for name, worker in workers.items() if worker.stage == "generate"},
         oldest_lease=oldest_lease(core, now),
         ended=state.closed is not None or state.broken is not None,
     )
@@ -46,8 +44,7 @@ def waiting_reason(core: Core, waiting: Waiting, now: float) -> str:
     state = core.state
     phases = ", ".join(f"{len(ids)} {phase}" for phase, ids in state.training.phases.items() if ids)
     parts = [
-        f"step {state.version} waits: {waiting.ready} of {waiting.size} groups are ready, "
-        f"held: {phases or 'none'}"
+        f"step {state.version} waits: {waiting.ready} of {waiting.size} groups are ready, held: {phases or 'none'}"
     ]
     late = None if waiting.late is None else state.find(waiting.late)
     if late is not None:
@@ -100,9 +97,7 @@ def table(core: Core, now: float) -> str:
 def _lease_text(core: Core, lease: LeaseId, now: float) -> str:
     held = core.state.leases[lease]
     age = max(0.0, now - core.roster.granted(lease, now))
-    return (
-        f"group {lease.group} ({lease.stage}, attempt {lease.attempt}) held by {held.worker} for {age:.1f} s"
-    )
+    return f"group {lease.group} ({lease.stage}, attempt {lease.attempt}) held by {held.worker} for {age:.1f} s"
 
 
 def _counts(reasons: dict[str, int]) -> str:

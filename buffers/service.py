@@ -70,6 +70,7 @@ class BufferService(Service):
         self._journal = MemoryJournal() if journal is None else journal
         self._machine = Machine(Settings.of(config, tasks=tasks.length, held_out=len(held_out)))
         self._changed = asyncio.Event()  # set at the next change, then replaced
+        self._asking: dict[str, messages.Acquire] = {}  # the newest Acquire of each worker
         self._waiting: Waiting | None = None  # why the last draw got nothing
         self._failure: AsyncRLError | None = None  # what ends the run
         self._ending = asyncio.Event()  # closed, or failed
@@ -147,6 +148,7 @@ class BufferService(Service):
         try:
             match request:
                 case messages.Acquire(wait_s=wait_s):
+                    self._asking[request.worker] = request
                     granted = await self._poll(lambda: self._acquire(request), wait_s)
                     return granted or messages.Leases()
                 case messages.Draw(wait_s=wait_s):
@@ -205,6 +207,8 @@ class BufferService(Service):
             await _wait(changed, left)
 
     def _acquire(self, request: messages.Acquire) -> messages.Leases | None:
+        if self._asking[request.worker] is not request:
+            return messages.Leases()  # asked again over a new connection: nobody would take this answer
         leases = self._machine.workers.acquire(
             request.worker, request.incarnation, request.stage, request.n, request.version, time.monotonic()
         )

@@ -73,9 +73,7 @@ class Mailbox:
             self._socket.bind(self.address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise UserError(
-                f"services.{self.service} = '{self.address}': {zmq.strerror(error.errno or 0)}"
-            ) from None
+            raise UserError(f"services.{self.service} = '{self.address}': {zmq.strerror(error.errno or 0)}") from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         return self
 
@@ -114,9 +112,7 @@ class Mailbox:
             self.refused_frames += 1
             if self.refused_frames <= 10 or self.refused_frames % 1000 == 0:  # a flood fills no disk
                 who = self._greeted.get(identity, f"peer {identity.hex()[:10]}")
-                log.warning(
-                    "%s: refused frame %d, from %s: %s", self.service, self.refused_frames, who, error
-                )
+                log.warning("%s: refused frame %d, from %s: %s", self.service, self.refused_frames, who, error)
             await self._post(identity, wire.Fault(sequence, str(error)))
 
     def _greet(self, identity: bytes, hello: wire.Hello) -> wire.Welcome | wire.Refusal:

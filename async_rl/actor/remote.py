@@ -112,9 +112,7 @@ class Remote:
             async with asyncio.timeout(self._ask_s):
                 await self._exchange(message, wants_reply=False)
         except (TimeoutError, AsyncRLError) as error:
-            log.warning(
-                "%s: %s did not reach %s: %s", self._sender, type(message).__name__, self.service, error
-            )
+            log.warning("%s: %s did not reach %s: %s", self._sender, type(message).__name__, self.service, error)
         finally:
             self._credit.release()
 

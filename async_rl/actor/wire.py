@@ -124,9 +124,7 @@ class Codec:
         finally:
             self._arrays = []
         if len(self._taken) != len(frames) - 1:
-            raise WireError(
-                f"malformed message: {len(frames) - 1} arrays, {len(self._taken)} named in the body"
-            )
+            raise WireError(f"malformed message: {len(frames) - 1} arrays, {len(self._taken)} named in the body")
         return message
 
     def _put(self, value: Any) -> Any:
@@ -156,9 +154,7 @@ class Codec:
         if not all(type(n) is int and 0 <= n < 2**40 for n in shape):
             raise ValueError("a shape is a list of sizes")
         flat = np.frombuffer(raw, dtype=np.dtype(dtype)) if len(raw) else np.empty(0, dtype=dtype)
-        if (
-            not flat.flags.aligned
-        ):  # a small frame lies anywhere in ZeroMQ's receive buffer; torch wants it aligned
+        if not flat.flags.aligned:  # a small frame lies anywhere in ZeroMQ's receive buffer; torch wants it aligned
             flat = flat.copy()
         flat.flags.writeable = False
         return flat.reshape(shape)

@@ -24,9 +24,7 @@ class Members(NamedTuple):
     group_size: int  # as configured; a group may hold fewer
 
 
-def grpo(
-    rewards: Tensor, votes: Tensor, groups: Tensor, *, group_size: int, normalize_by_std: bool = True
-) -> Tensor:
+def grpo(rewards: Tensor, votes: Tensor, groups: Tensor, *, group_size: int, normalize_by_std: bool = True) -> Tensor:
     """[N] (R - mu) / (sigma + 1e-6) within each group (Shao et al. 2024, arXiv:2402.03300).
 
     mu and sigma (unbiased) are over the group's voting members; `normalize_by_std=False` leaves the division

@@ -28,24 +28,18 @@ def token_sum(loss: Tensor, sequence: Tensor, sequences: int, totals: Totals, ho
     return loss
 
 
-def seq_mean_token_sum(
-    loss: Tensor, sequence: Tensor, sequences: int, totals: Totals, horizon: int
-) -> Tensor:
+def seq_mean_token_sum(loss: Tensor, sequence: Tensor, sequences: int, totals: Totals, horizon: int) -> Tensor:
     """1 / sequences: the mean over trajectories of their summed loss."""
     return loss / max(totals.sequences, 1)
 
 
-def seq_mean_token_mean(
-    loss: Tensor, sequence: Tensor, sequences: int, totals: Totals, horizon: int
-) -> Tensor:
+def seq_mean_token_mean(loss: Tensor, sequence: Tensor, sequences: int, totals: Totals, horizon: int) -> Tensor:
     """1 / (sequences x own tokens): every trajectory weighs the same (GRPO, Shao et al. 2024)."""
     own = torch.zeros(sequences, dtype=loss.dtype, device=loss.device).index_add_(0, sequence, loss)
     return loss / (max(totals.sequences, 1) * own.clamp(min=1)[sequence])
 
 
-def seq_mean_token_sum_norm(
-    loss: Tensor, sequence: Tensor, sequences: int, totals: Totals, horizon: int
-) -> Tensor:
+def seq_mean_token_sum_norm(loss: Tensor, sequence: Tensor, sequences: int, totals: Totals, horizon: int) -> Tensor:
     """1 / (sequences x horizon): a fixed length instead of the own one (Dr. GRPO, Liu et al. 2025)."""
     return loss / (max(totals.sequences, 1) * horizon)
 

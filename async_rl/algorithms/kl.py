@@ -53,9 +53,7 @@ class Mismatch:
 
     def by_lag(self) -> dict[int, tuple[float, float]]:
         """lag -> (k1, k3), for lags that occur."""
-        return {
-            lag: (row[1] / row[0], row[2] / row[0]) for lag, row in enumerate(self.sums.tolist()) if row[0]
-        }
+        return {lag: (row[1] / row[0], row[2] / row[0]) for lag, row in enumerate(self.sums.tolist()) if row[0]}
 
     def _mean(self, column: int) -> float:
         total = self.sums.sum(dim=0)

@@ -33,8 +33,13 @@ def facts(config: Config) -> Iterator[str]:
     """What the run is, in a few lines."""
     limits, batch = bounds(config), config.batch
     held = (limits.eta_prime + 1) * batch.groups
-    yield f"{config.name}: {config.max_steps} steps of {batch.groups} groups x {batch.group_size} trajectories, {batch.mini_batches * batch.epochs} updates each"
-    yield f"mode {config.mode}: lag of a trained token at most {limits.eta} ({limits.on_exceed}), at most {held} groups held"
+    updates = batch.mini_batches * batch.epochs
+    yield (
+        f"{config.name}: {config.max_steps} steps of {batch.groups} groups x {batch.group_size} trajectories, "
+        f"{updates} update{'s' if updates > 1 else ''} each"
+    )
+    lag = limits.hard_max if limits.hard_max is not None else limits.eta
+    yield f"mode {config.mode}: no trained token lags more than {lag} ({limits.on_exceed}), at most {held} groups held"
     memory = estimate(config)
     if memory is not None:
         yield f"memory: {memory.describe()}"
@@ -61,11 +66,17 @@ def _batch(config: Config) -> Iterator[str]:
     batch = config.batch
     if batch.groups % batch.mini_batches:
         divisors = [n for n in range(1, batch.groups + 1) if batch.groups % n == 0]
-        yield f"batch.mini_batches = {batch.mini_batches} does not divide batch.groups = {batch.groups}; one of {divisors}"
+        yield (
+            f"batch.mini_batches = {batch.mini_batches} does not divide batch.groups = {batch.groups}; "
+            f"one of {divisors}"
+        )
     if batch.min_valid is not None and batch.min_valid > batch.group_size:
         yield f"batch.min_valid = {batch.min_valid} is more than batch.group_size = {batch.group_size}"
     if config.rollout.max_in_flight < batch.group_size:
-        yield f"rollout.max_in_flight = {config.rollout.max_in_flight} holds no group of batch.group_size = {batch.group_size}"
+        yield (
+            f"rollout.max_in_flight = {config.rollout.max_in_flight} holds no group of "
+            f"batch.group_size = {batch.group_size}"
+        )
     if config.algorithm.aggregation == "seq-mean-token-sum-norm" and config.algorithm.horizon is None:
         yield "algorithm.aggregation = 'seq-mean-token-sum-norm' needs algorithm.horizon"
     if config.evaluation.every and not config.data.held_out:
@@ -76,8 +87,8 @@ def _sampling(config: Config) -> Iterator[str]:
     sampling, engine = config.sampling, config.rollout.engine
     if (sampling.top_p < 1 or sampling.top_k) and isinstance(engine, FakeEngine):
         yield (
-            f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}: the fake engine cannot tell which ids survive "
-            "truncation, so the trainer could not renormalise; use top_p = 1 and top_k = 0"
+            f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}: the fake engine cannot tell which ids "
+            "survive truncation, so the trainer could not renormalise; use top_p = 1 and top_k = 0"
         )
 
 
@@ -85,11 +96,12 @@ def _model(config: Config) -> Iterator[str]:
     prepare.check(config)
     path = Path(config.model.path)
     if (path / "config.json").is_file():
-        context = json.loads((path / "config.json").read_text(encoding="utf-8")).get(
-            "max_position_embeddings"
-        )
+        context = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
         if isinstance(context, int) and config.sampling.max_new_tokens >= context:
-            yield f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt in the model's context of {context}"
+            yield (
+                f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt in the "
+                f"model's context of {context}"
+            )
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -149,8 +161,8 @@ def _memory(config: Config) -> Iterator[str]:
     room = shutil.disk_usage(folder).free
     if memory.slots > room:
         yield (
-            f"weight_sync.directory = '{folder}' has {readable(room)} free, and weight_sync.slots = {config.weight_sync.slots} "
-            f"copies of the model take {readable(memory.slots)}"
+            f"weight_sync.directory = '{folder}' has {readable(room)} free, and "
+            f"weight_sync.slots = {config.weight_sync.slots} copies of the model take {readable(memory.slots)}"
         )
     total = Estimate.machine_bytes()
     if total and memory.total > total:

@@ -66,9 +66,7 @@ async def score(config: Config, tasks: list[Task], samples: int, temperature: fl
 
     try:
         async with GraderPool(config.reward) as pool:
-            flat = await asyncio.gather(
-                *(one(pool, task, config.seed + k) for task in tasks for k in range(samples))
-            )
+            flat = await asyncio.gather(*(one(pool, task, config.seed + k) for task in tasks for k in range(samples)))
     finally:
         await engine.close()
     return [flat[i : i + samples] for i in range(0, len(flat), samples)]
@@ -83,9 +81,7 @@ def table(tasks: list[Task], scores: list[list[Score]], title: str) -> Table:
         by_source["all"] = scores
     samples = len(scores[0])
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= samples]
-    sheet = Table(
-        "source", "tasks", "reward", *(f"pass@{k}" for k in ks), "no vote", title=title, title_justify="left"
-    )
+    sheet = Table("source", "tasks", "reward", *(f"pass@{k}" for k in ks), "no vote", title=title, title_justify="left")
     for source, groups in by_source.items():
         voting = [[s.reward for s in group if s.reward is not None] for group in groups]
         rewards = [reward for group in voting for reward in group]

@@ -44,16 +44,12 @@ def parser() -> argparse.ArgumentParser:
     serve.set_defaults(command=_serve)
 
     _on_run(commands, "check", "validate a configuration without starting anything", _check)
-    _on_run(
-        commands, "warmup", "prepare the model of a run: supervised warm-up or conversion, cached", _warmup
-    )
+    _on_run(commands, "warmup", "prepare the model of a run: supervised warm-up or conversion, cached", _warmup)
 
     evaluate = _on_run(commands, "eval", "score a checkpoint on the held-out data", _eval)
     evaluate.add_argument("--checkpoint", help="a model folder; default: model.path of the run")
     evaluate.add_argument("--samples", type=int, default=1, help="samples per task, for pass@k (default 1)")
-    evaluate.add_argument(
-        "--temperature", type=float, default=None, help="0: greedy (default with one sample)"
-    )
+    evaluate.add_argument("--temperature", type=float, default=None, help="0: greedy (default with one sample)")
     return top
 
 
@@ -71,9 +67,7 @@ def _on_run(
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN.toml")
-    parser.add_argument(
-        "overrides", metavar="key.sub=value", nargs="*", help="settings over those of the file"
-    )
+    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings over those of the file")
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -31,9 +31,7 @@ def service_name(config: Config, service: str, index: int) -> str:
             raise UserError(f"--index {index}: a run has one {service}")
         return service.replace("-", "_")
     if not 0 <= index < many[service]:
-        raise UserError(
-            f"--index {index}: {service}.workers = {many[service]}, so it is 0 to {many[service] - 1}"
-        )
+        raise UserError(f"--index {index}: {service}.workers = {many[service]}, so it is 0 to {many[service] - 1}")
     return f"{service}-{index}"
 
 

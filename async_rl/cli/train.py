@@ -28,9 +28,7 @@ def train(path: str, overrides: Sequence[str], *, quiet: bool = False) -> int:
             console.print(f"what an earlier run left is in {earlier}", highlight=False, markup=False)
         prepare(config, report=lambda text: console.print(text, highlight=False, markup=False))
         write_atomically(run.config, to_toml(config))
-        console.print(
-            f"run {run.path}: mode {config.mode}, logs in {run.logs}", highlight=False, markup=False
-        )
+        console.print(f"run {run.path}: mode {config.mode}, logs in {run.logs}", highlight=False, markup=False)
         supervisor = Supervisor(config, run, LiveLine(config, run, console, quiet=quiet))
         asyncio.run(supervisor.supervise())
         summary = read_summary(run.summary)

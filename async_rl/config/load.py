@@ -53,9 +53,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         else:
             node = node.setdefault(part, {})
         if not isinstance(node, dict | list):
-            raise ConfigError(
-                f"override '{override}': {'.'.join(parts[: depth + 1])} is a value, not a table"
-            )
+            raise ConfigError(f"override '{override}': {'.'.join(parts[: depth + 1])} is a value, not a table")
     if isinstance(node, list):
         node[_position(node, parts[-1], override)] = _value(text.strip())
     else:

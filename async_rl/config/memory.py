@@ -28,7 +28,8 @@ class Estimate(Struct, frozen=True):
     def describe(self) -> str:
         return (
             f"{self.parameters / 1e6:.1f} M parameters: trainer {readable(self.trainer)}, "
-            f"rollouts {readable(self.rollouts)}, weights in shared memory {readable(self.slots)}, before activations and caches"
+            f"rollouts {readable(self.rollouts)}, weights in shared memory {readable(self.slots)}, "
+            "before activations and caches"
         )
 
     @staticmethod

@@ -43,9 +43,7 @@ class GymTasks:
         try:
             entry = self._entries[position]
         except Exception as error:  # a generator is foreign code, and any error of it is the data's
-            raise UserError(
-                f"reasoning-gym '{self.name}' entry {position}: {type(error).__name__}: {error}"
-            ) from None
+            raise UserError(f"reasoning-gym '{self.name}' entry {position}: {type(error).__name__}: {error}") from None
         finally:
             random.setstate(before)
         try:
@@ -66,17 +64,13 @@ def create(name: str, settings: dict[str, Any]) -> Any:
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name == "composite":
-        raise UserError(
-            "reasoning-gym 'composite': name each of its sets as a source of its own, with a weight"
-        )
+        raise UserError("reasoning-gym 'composite': name each of its sets as a source of its own, with a weight")
     if name not in DATASETS:
         raise UserError(f"reasoning-gym has no data set '{name}'{nearest(name, DATASETS)}")
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])}
     for key in settings:
         if key not in known:
-            raise UserError(
-                f"reasoning-gym '{name}' has no setting '{key}'{nearest(key, known - {'seed', 'size'})}"
-            )
+            raise UserError(f"reasoning-gym '{name}' has no setting '{key}'{nearest(key, known - {'seed', 'size'})}")
     try:
         return create_dataset(name, **settings)
     except (AssertionError, TypeError, ValueError, AttributeError) as error:

@@ -49,9 +49,7 @@ def _saved(path: Path, split: str, setting: str) -> Any:
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{setting}.path = '{path}': datasets cannot load it: {str(error).splitlines()[0]}"
-        ) from None
+        raise UserError(f"{setting}.path = '{path}': datasets cannot load it: {str(error).splitlines()[0]}") from None
     if not isinstance(found, datasets.DatasetDict):
         return found
     if split not in found:
@@ -65,14 +63,10 @@ def _parquet(path: Path, split: str, setting: str) -> _Table:
 
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:
-        raise UserError(
-            f"{setting}.path = '{path}': neither saved by save_to_disk nor a folder of parquet files"
-        )
+        raise UserError(f"{setting}.path = '{path}': neither saved by save_to_disk nor a folder of parquet files")
     chosen = files if path.is_file() else files_of_split(path, files, split, setting)
     try:
-        return _Table(
-            pyarrow.concat_tables([parquet.read_table(file) for file in chosen], promote_options="default")
-        )
+        return _Table(pyarrow.concat_tables([parquet.read_table(file) for file in chosen], promote_options="default"))
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{setting}.path = '{path}': not parquet: {str(error).splitlines()[0]}") from None
 

@@ -52,9 +52,7 @@ def task_of(row: Row, index: int, source: str, config: Source, data: Data) -> Ta
             messages, prompt = [Message(role="user", content=prompt)], None
     if messages is not None and data.system and messages[0].role != "system":
         messages = [Message(role="system", content=data.system), *messages]
-    return Task(
-        index=index, source=source, messages=messages, prompt=prompt, answer=row.answer, metadata=row.metadata
-    )
+    return Task(index=index, source=source, messages=messages, prompt=prompt, answer=row.answer, metadata=row.metadata)
 
 
 def row_of(record: dict[str, Any], config: JsonLines | HFDataset, where: str) -> Row:

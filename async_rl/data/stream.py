@@ -37,9 +37,7 @@ class TaskStream:
         self._mixture = Mixture([source.weight for source in data.train])
         self._order = functools.lru_cache(maxsize=2 * len(self._sources))(self._order_of_pass)
         epochs = data.epochs
-        self.length = (
-            None if epochs is None else self._mixture.prefix([epochs * len(s) for s in self._sources])
-        )
+        self.length = None if epochs is None else self._mixture.prefix([epochs * len(s) for s in self._sources])
 
     def task(self, position: int) -> Task:
         """Raises IndexError beyond `length`, UserError where the row there is malformed."""

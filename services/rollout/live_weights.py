@@ -30,9 +30,7 @@ class LiveWeights:
         """xxh3_64 of each parameter's bytes, tied ones under their first name."""
         return {name: checksum(self._live[name]) for name in sorted(self._required)}
 
-    def _plan(
-        self, fresh: dict[str, torch.Tensor], weights: Weights
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _plan(self, fresh: dict[str, torch.Tensor], weights: Weights) -> list[tuple[torch.Tensor, torch.Tensor]]:
         where = f"version {weights.version} of the weights"
         named = fresh | {alias: fresh[name] for alias, name in weights.aliases.items() if name in fresh}
         unknown = sorted(named.keys() - self._live.keys())
@@ -43,9 +41,7 @@ class LiveWeights:
         for name, tensor in named.items():
             live = self._live[name]
             if live.shape != tensor.shape:
-                raise PublicationError(
-                    f"{where}: {name} is {list(tensor.shape)}, the model's {list(live.shape)}"
-                )
+                raise PublicationError(f"{where}: {name} is {list(tensor.shape)}, the model's {list(live.shape)}")
             first, source = sources.setdefault(live.data_ptr(), (name, tensor))
             if first == name:
                 plan.append((live, tensor))

@@ -10,9 +10,7 @@ import torch
 
 from async_rl.config.schema import Sampling
 
-MASS_ROUNDING = (
-    1e-6  # of probability: top_p = 0.9 over (.6, .3, .1) is two tokens, whatever floats make of it
-)
+MASS_ROUNDING = 1e-6  # of probability: top_p = 0.9 over (.6, .3, .1) is two tokens, whatever floats make of it
 
 
 class Row(NamedTuple):

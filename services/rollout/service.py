@@ -57,9 +57,7 @@ class RolloutService(Service):
         super().__init__(config, name)
         room, size = config.rollout.max_in_flight, config.batch.group_size
         if room < size:
-            raise ConfigError(
-                f"rollout.max_in_flight = {room} is below batch.group_size = {size}: no group fits"
-            )
+            raise ConfigError(f"rollout.max_in_flight = {room} is below batch.group_size = {size}: no group fits")
         self._bounds = bounds(config)
         self._ledger = Ledger()
         self._tasks: dict[LeaseId, asyncio.Task[None]] = {}
@@ -116,9 +114,7 @@ class RolloutService(Service):
                 granted = await self._ask(request, Leases, wait_s=GRANT_S)
                 for lease in granted.generate:
                     held = self._ledger.held[lease.id] = Held(lease, version)
-                    self._tasks[lease.id] = tasks.create_task(
-                        self._group(held), name=f"group {lease.id.group}"
-                    )
+                    self._tasks[lease.id] = tasks.create_task(self._group(held), name=f"group {lease.id.group}")
             self._ended = self._ended or granted.ended
 
     async def _group(self, held: Held) -> None:
@@ -185,9 +181,7 @@ class RolloutService(Service):
         every_s = min(self.config.services.lease_s / 3, 1.0)
         while True:
             stats = self._meter.stats(time.monotonic())
-            reply = await self._ask(
-                Extend(self.name, self.incarnation, self._ledger.progress(), stats), Extended
-            )
+            reply = await self._ask(Extend(self.name, self.incarnation, self._ledger.progress(), stats), Extended)
             for lease, reason in reply.revoked:
                 if lease in self._tasks:
                     log.info("%s: group %d: revoked: %s", self.name, lease.group, reason)

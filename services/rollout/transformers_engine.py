@@ -123,9 +123,7 @@ class TransformersEngine:
         draft = draft or Draft()
         limit = min(sampling.max_new_tokens, self.context - len(prompt))
         if limit < 1:
-            raise EngineFault(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}"
-            )
+            raise EngineFault(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
         request = _Request(prompt, sampling, greedy, limit, seed, draft)
         await self._open.wait()
         self._submit(request)
@@ -278,9 +276,7 @@ class TransformersEngine:
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         stack = contextlib.ExitStack()
-        entering = self._loop.run_in_executor(
-            self._pauser, lambda: stack.enter_context(self._manager.pause())
-        )
+        entering = self._loop.run_in_executor(self._pauser, lambda: stack.enter_context(self._manager.pause()))
         try:
             await self._alive(asyncio.shield(entering))
             self._standing = True

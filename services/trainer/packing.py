@@ -150,9 +150,7 @@ def _survivors(kept: Sequence[Tensor | None]) -> Tensor | None:
     if not given:
         return None
     if len(given) < len(kept):
-        raise InvariantError(
-            "some trajectories of the draw have their top_p / top_k survivors, some have not"
-        )
+        raise InvariantError("some trajectories of the draw have their top_p / top_k survivors, some have not")
     widest = max(k.shape[1] for k in given)
     padded = [torch.nn.functional.pad(k, (0, widest - k.shape[1]), value=-1) for k in given]
     return torch.cat(padded)

@@ -69,9 +69,9 @@ class Policy:
             loss, token = objective.loss(pack, logprobs, totals)
             loss.backward()  # type: ignore[no-untyped-call]
             inside = pack.loss
-            counts += torch.stack(
-                [loss.detach(), inside.sum(), entropy[inside].sum(), token.clipped[inside].sum()]
-            ).to("cpu", torch.float64)
+            counts += torch.stack([loss.detach(), inside.sum(), entropy[inside].sum(), token.clipped[inside].sum()]).to(
+                "cpu", torch.float64
+            )
             seen.append(mismatch(logprobs[pack.finite], pack.behaviour[pack.finite], pack.lag[pack.finite]))
         norm = self._reduce_gradients()
         rate, skipped = self._step(norm)
@@ -122,9 +122,7 @@ class Policy:
         if math.isfinite(norm):
             self._skipped_in_row = 0
             if norm > self._settings.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(
-                    self._parameters, self._settings.max_grad_norm, torch.tensor(norm)
-                )
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, self._settings.max_grad_norm, torch.tensor(norm))
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()

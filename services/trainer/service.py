@@ -71,9 +71,7 @@ class TrainerService(Service):
         buffer = self.remote("buffer", BufferRequest, BufferReply)
         relay = self.remote("weight_sync", WeightSyncRequest, WeightSyncReply)
         # One thread for all of torch's work: the number of torch threads is a thread's own setting.
-        with ThreadPoolExecutor(
-            1, "trainer", torch.set_num_threads, (self.config.trainer.threads,)
-        ) as thread:
+        with ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (self.config.trainer.threads,)) as thread:
             async with buffer, relay:
                 await self._work(buffer, relay, thread)
 
@@ -180,9 +178,7 @@ class TrainerService(Service):
             await self._checkpoint()
 
     async def _checkpoint(self) -> Path:
-        return await self._in_thread(
-            lambda: self._checkpoints.save(self._policy.model, self._tokenizer, self.version)
-        )
+        return await self._in_thread(lambda: self._checkpoints.save(self._policy.model, self._tokenizer, self.version))
 
     async def _close(self, buffer: Remote, evaluations: Evaluations, ended: str) -> None:
         """Last checkpoint, last evaluation, summary; then the buffer may send the workers home."""

@@ -37,9 +37,7 @@ def train_step(drawn: Drawn, policy: Policy, config: Config) -> StepResult:
     masks = judge(drawn, config)
     samples = [
         sample_of(member.trajectory, mask, own)
-        for member, mask, own in zip(
-            flat(drawn), masks, torch.split(advantages, members.lengths.tolist()), strict=True
-        )
+        for member, mask, own in zip(flat(drawn), masks, torch.split(advantages, members.lengths.tolist()), strict=True)
     ]
     require_bound(masks, drawn.bound)
     updates = [

@@ -45,9 +45,7 @@ class WeightSyncService(Service):
         self._table = SlotTable(config.weight_sync.slots)
         self._slots = Slots(config.weight_sync.directory, self.run.path)
         self._maps = Maps(writable=False)
-        self._publishing = (
-            asyncio.Lock()
-        )  # the trainer's requests one by one: a slot is verified, then given away
+        self._publishing = asyncio.Lock()  # the trainer's requests one by one: a slot is verified, then given away
         self._news = asyncio.Condition()
         self._published = self._rejected = self._revoked = 0
 
@@ -82,13 +80,9 @@ class WeightSyncService(Service):
             case Write(index=index, fresh=fresh, revoked=revoked):
                 if revoked:
                     self._revoked += len(revoked)
-                    log.warning(
-                        "slot %d is taken back from %s (weight_sync.slots)", index, ", ".join(revoked)
-                    )
+                    log.warning("slot %d is taken back from %s (weight_sync.slots)", index, ", ".join(revoked))
                 try:
-                    return Slot(
-                        await asyncio.to_thread(self._slots.allocate, index, offer.nbytes, fresh=fresh)
-                    )
+                    return Slot(await asyncio.to_thread(self._slots.allocate, index, offer.nbytes, fresh=fresh))
                 except PublicationError as error:
                     self._table.give_up()
                     return self._reject(offer.version, str(error))

@@ -152,7 +152,7 @@ def run(coroutine, limit_s=60):
 
 async def until(condition, limit_s=20):
     async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 (what is waited for may be another process)
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -80,9 +80,7 @@ def test_another_service_and_another_run_are_refused():
         async with serving(run="/runs/a") as box:
             with Raw(box.address) as peer:
                 assert "is the service weight_sync, not buffer" in (await peer.greet(service="buffer")).reason
-                assert (
-                    "belongs to the run /runs/a, not to /runs/b" in (await peer.greet(run="/runs/b")).reason
-                )
+                assert "belongs to the run /runs/a, not to /runs/b" in (await peer.greet(run="/runs/b")).reason
                 assert isinstance(await peer.greet(run="/runs/a"), wire.Welcome)
 
     run(main())
@@ -261,9 +259,7 @@ def test_an_address_that_others_can_reach_is_refused(address):
         run(main())
 
 
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:5701", "tcp://127.0.0.1", "http://127.0.0.1:1", "tcp://127.0.0.1:1;x"]
-)
+@pytest.mark.parametrize("address", ["127.0.0.1:5701", "tcp://127.0.0.1", "http://127.0.0.1:1", "tcp://127.0.0.1:1;x"])
 def test_what_is_no_address_is_said_so(address):
     with pytest.raises(UserError, match="is no address"):
         refuse_public(address)
@@ -281,9 +277,7 @@ def test_loopback_addresses_are_served(address):
 def test_a_handler_slower_than_the_deadline_is_named():
     async def main():
         async with serving() as box, remote(lambda: box.address, ask_s=0.3) as peer:
-            with pytest.raises(
-                DeadlineExceeded, match=r"weight_sync to Fetch did not come .*services.ask_s = 0.3"
-            ):
+            with pytest.raises(DeadlineExceeded, match=r"weight_sync to Fetch did not come .*services.ask_s = 0.3"):
                 await peer.ask(fetch(wait_s=500))
             assert await peer.ask(fetch(1)) == NoNewer(1)
 

@@ -102,15 +102,11 @@ def test_a_tell_that_is_refused_or_not_carried_out_is_a_line_in_the_senders_log(
 
     with caplog.at_level(logging.WARNING):
         run(main())
-    assert (
-        "test: Release did not reach weight_sync: weight_sync: this ticket is revoked" in caplog.messages[0]
-    )
+    assert "test: Release did not reach weight_sync: weight_sync: this ticket is revoked" in caplog.messages[0]
     assert "Fetch did not reach weight_sync" in caplog.messages[1]
 
 
-@pytest.mark.parametrize(
-    ("address", "where"), [(None, "no address"), ("tcp://127.0.0.1:9", "tcp://127.0.0.1:9")]
-)
+@pytest.mark.parametrize(("address", "where"), [(None, "no address"), ("tcp://127.0.0.1:9", "tcp://127.0.0.1:9")])
 def test_nobody_there_names_what_is_missing_and_the_setting(address, where):
     async def main():
         async with remote(lambda: address, connect_s=0.3) as peer:
@@ -270,9 +266,7 @@ def test_a_big_array_arrives_whole_and_does_not_stall_the_heartbeats_of_others()
         times = {"connect_s": 20, "ask_s": 20, "heartbeat_s": BEAT_S}
         async with box:
             serve = asyncio.create_task(box.serve())
-            async with Remote(
-                "buffer", lambda: box.address, BufferRequest, BufferReply, sender="t", **times
-            ) as peer:
+            async with Remote("buffer", lambda: box.address, BufferRequest, BufferReply, sender="t", **times) as peer:
                 message = FinishGenerate("rollout-0", "i", LeaseId(1, 0, "generate"), 0, trajectory)
                 assert await peer.ask(message) == LeaseReply("accepted")
             serve.cancel()

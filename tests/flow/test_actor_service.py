@@ -53,9 +53,7 @@ def test_a_stop_message_is_answered_before_the_end_and_the_status_is_0(tmp_path)
 def test_a_question_to_nobody_ends_at_its_deadline(tmp_path):
     async def main():
         process = Process("echo", tmp_path)
-        with pytest.raises(
-            DeadlineExceeded, match=r"weight_sync \(it has announced no address\) to GetStatus"
-        ):
+        with pytest.raises(DeadlineExceeded, match=r"weight_sync \(it has announced no address\) to GetStatus"):
             await question(process, GetStatus(), deadline_s=0.3)
 
     run(main())

@@ -109,9 +109,7 @@ def test_a_malformed_frame_to_each_mailbox_is_one_line_and_the_run_goes_on(folde
         status, output = ring.finish(process)
     assert status == 0, output
     for name in names:
-        refusals = [
-            line for line in (run.logs / f"{name}.log").read_text().splitlines() if "refused frame" in line
-        ]
+        refusals = [line for line in (run.logs / f"{name}.log").read_text().splitlines() if "refused frame" in line]
         assert len(refusals) == 3, name
     assert "ended (" not in output
 

@@ -109,18 +109,14 @@ class ScriptedBuffer:
                 return LeaseReply("revoked" if lease_id.group in self.revoke_finishes_of else "accepted")
             case Extend():
                 self.extended.append(request)
-                return Extended(
-                    [(i, "too old") for i, _ in request.leases if i.group in self.revoke], self.ended()
-                )
+                return Extended([(i, "too old") for i, _ in request.leases if i.group in self.revoke], self.ended())
         raise AssertionError(f"a reward service sends no {type(request).__name__}")
 
     def scores_of(self, group: int) -> dict[int, tuple[float | None, str]]:
         return {f.member: (f.score.reward, f.score.status) for f in self.finished if f.lease.group == group}
 
 
-def run(
-    buffer: ScriptedBuffer, settings: Config, until: Callable[[RewardService], Any] | None = None
-) -> RewardService:
+def run(buffer: ScriptedBuffer, settings: Config, until: Callable[[RewardService], Any] | None = None) -> RewardService:
     """Run the service until it ends; `until` is awaited beside it."""
 
     async def main() -> RewardService:

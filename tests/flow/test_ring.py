@@ -64,7 +64,7 @@ def test_an_asynchronous_run_trains_and_leaves_everything_it_promises(folder: Pa
     assert (run / "run.toml").is_file()
     assert list((run / "checkpoints").glob("step-*/model.safetensors"))
     assert ring.left_over(folder) == []
-    assert not [p for p in (run / "services").glob("*.json")]
+    assert list((run / "services").glob("*.json")) == []
 
 
 @pytest.mark.parametrize("mode", ["sync", "one-step"])
@@ -122,9 +122,7 @@ def test_the_death_of_a_service_that_cannot_be_restarted_is_the_last_word(folder
 def test_an_error_inside_a_service_ends_the_run_with_that_error(folder: Path) -> None:
     # Field report 8: a failure is never polled past for hours.
     (folder / "grading.py").write_text("def grade(task, trajectory):\n    return 1.0\n")
-    status, output = ring.run(
-        "train", "run.toml", "reward.grader={kind='custom', function='grading:grad'}", cwd=folder
-    )
+    status, output = ring.run("train", "run.toml", "reward.grader={kind='custom', function='grading:grad'}", cwd=folder)
     assert status == 2
     assert "grading" in output.rstrip().splitlines()[-1]
     assert "did you mean 'grade'" in output
@@ -132,9 +130,7 @@ def test_an_error_inside_a_service_ends_the_run_with_that_error(folder: Path) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_and_can_be_run_again(
-    folder: Path, number: signal.Signals
-) -> None:
+def test_an_interrupted_run_leaves_no_process_and_can_be_run_again(folder: Path, number: signal.Signals) -> None:
     # Field report 54.
     process = ring.start("train", "run.toml", "max_steps=500", cwd=folder)
     ring.until(lambda: len(ring.steps(folder)) >= 2, "step 2")
@@ -188,6 +184,4 @@ def test_eval_scores_a_checkpoint_that_plain_transformers_loads(folder: Path) ->
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / checkpoint)
-    assert (
-        json.loads((folder / checkpoint / "config.json").read_text())["vocab_size"] == model.config.vocab_size
-    )
+    assert json.loads((folder / checkpoint / "config.json").read_text())["vocab_size"] == model.config.vocab_size

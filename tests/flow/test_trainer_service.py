@@ -98,8 +98,7 @@ class Buffer:
                 task=Task(index=g, source="words", prompt="abc"),
                 eta=2,
                 members=[
-                    DrawnMember(m, trajectory(max(step - m, 0), [7 + m, 8, 2]), Score(float(m)))
-                    for m in range(2)
+                    DrawnMember(m, trajectory(max(step - m, 0), [7 + m, 8, 2]), Score(float(m))) for m in range(2)
                 ],
             )
             for g in range(2)

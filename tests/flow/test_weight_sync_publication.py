@@ -121,9 +121,7 @@ def test_after_a_sync_the_live_model_equals_the_trainers_in_every_name_and_in_it
                 await publisher.publish(version, trainer)
                 received = await subscriber.fetch(version - 1, 5.0)
                 assert received.version == version
-                assert {name for name, _ in received.tensors()} | set(received.aliases) == set(
-                    trainer.state_dict()
-                )
+                assert {name for name, _ in received.tensors()} | set(received.aliases) == set(trainer.state_dict())
                 load(rollout, received)
                 assert await subscriber.release(received)
                 assert same(trainer, rollout)

@@ -57,9 +57,7 @@ def plain(state: State) -> Any:
     )
 
 
-def generate(
-    machine: Machine, lease: Lease, *, at: int, now: float = 0.0, members: int | None = None
-) -> None:
+def generate(machine: Machine, lease: Lease, *, at: int, now: float = 0.0, members: int | None = None) -> None:
     """The holder finishes the lease (or its first `members` members) with one token each of version `at`."""
     for member in list(lease.open)[:members]:
         reply = machine.workers.finish_generate(

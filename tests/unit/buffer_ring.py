@@ -105,9 +105,7 @@ class Ring:
         behind = worker.version < len(self._committed) - 1 and not self.machine.settings.in_flight
         if free < 1 or (behind and worker.jobs):
             return
-        leases = self.machine.workers.acquire(
-            worker.name, worker.id, "generate", free, worker.version, self.now
-        )
+        leases = self.machine.workers.acquire(worker.name, worker.id, "generate", free, worker.version, self.now)
         assert sum(len(lease.open) for lease in leases) <= free
         for lease in leases:
             assert worker.version >= lease.min_version, "born stale"
@@ -123,9 +121,7 @@ class Ring:
         for job in worker.jobs:
             oldest = min(version for version, _ in job.spans)
             held[job.lease] = min(held.get(job.lease, oldest), oldest)
-        revoked = self.machine.workers.extend(
-            worker.name, worker.id, list(held.items()), WorkerStats(), self.now
-        )
+        revoked = self.machine.workers.extend(worker.name, worker.id, list(held.items()), WorkerStats(), self.now)
         gone = {lease for lease, _ in revoked}
         worker.jobs = [job for job in worker.jobs if job.lease not in gone]
 
@@ -142,9 +138,7 @@ class Ring:
             member = job.member if kind == "member" else None
             self.machine.workers.fail(worker.name, worker.id, job.lease, member, "scripted", self.now)
             worker.jobs = [
-                other
-                for other in worker.jobs
-                if other.lease != job.lease or (kind == "member" and other is not job)
+                other for other in worker.jobs if other.lease != job.lease or (kind == "member" and other is not job)
             ]
 
     def _duration(self) -> float:
@@ -157,9 +151,7 @@ class Ring:
                     reply = self.machine.workers.fail("reward-0", "r", lease.id, member, "scripted", self.now)
                 else:
                     score = Score(self.dice.random())
-                    reply = self.machine.workers.finish_score(
-                        "reward-0", "r", lease.id, member, score, self.now
-                    )
+                    reply = self.machine.workers.finish_score("reward-0", "r", lease.id, member, score, self.now)
                 assert reply.outcome == "accepted", reply
 
     # --- trainer
@@ -195,11 +187,7 @@ class Ring:
             self.batches.append(numbers)
             self.positions.update(group.position for group in batch.groups)
         for group in batch.groups:
-            lags = [
-                step - version
-                for member in group.voters
-                for version, _ in group.trajectories[member].versions
-            ]
+            lags = [step - version for member in group.voters for version, _ in group.trajectories[member].versions]
             assert lags and min(lags) >= 0
             bound = group.eta if rules.hard_max is None else rules.hard_max
             if rules.on_exceed == "mask":

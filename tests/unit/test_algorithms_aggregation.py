@@ -37,9 +37,7 @@ def aggregate(name, sequences, totals=None):
     return float(weighted_sum(values, weights))
 
 
-batches = st.lists(
-    st.lists(st.tuples(st.floats(-9, 9), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=6
-)
+batches = st.lists(st.lists(st.tuples(st.floats(-9, 9), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("name", sorted(AGGREGATIONS))

@@ -17,9 +17,7 @@ def test_an_unchanged_policy_reads_zero_divergence_and_ratio_one():
 def test_both_estimates_have_the_divergence_as_their_mean():
     behaviour, trainer = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
     exact = float((behaviour * (behaviour / trainer).log()).sum())
-    counts = (
-        (behaviour * 10).round().to(torch.int64)
-    )  # each token as often as the behaviour policy samples it
+    counts = (behaviour * 10).round().to(torch.int64)  # each token as often as the behaviour policy samples it
     figures = mismatch(
         trainer.log().repeat_interleave(counts),
         behaviour.log().repeat_interleave(counts),

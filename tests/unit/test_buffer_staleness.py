@@ -107,9 +107,7 @@ def test_age_is_judged_again_at_the_draw(eta: int, drawn: bool) -> None:
 
 
 @pytest.mark.parametrize(("bound", "lag", "accepted"), [(0, 0, True), (2, 2, True), (2, 3, False)])
-def test_lag_exactly_at_the_bound_is_accepted_and_one_more_refused(
-    bound: int, lag: int, accepted: bool
-) -> None:
+def test_lag_exactly_at_the_bound_is_accepted_and_one_more_refused(bound: int, lag: int, accepted: bool) -> None:
     """5: under `drop`; one committed step raises the lag by exactly 1."""
     machine = Machine(settings(**ALONE, eta=bound, on_exceed="drop", max_steps=100))
     (late,) = rollout(machine, 1, at=0, worker="slow")
@@ -155,9 +153,7 @@ def test_no_sample_mixes_versions_where_the_mode_promises_one() -> None:
         ready_groups(machine, 1, at=step)
         train(machine, step)
     (lease,) = rollout(machine, 2, at=6)
-    mixed = machine.workers.finish_generate(
-        "rollout-0", "i", lease.id, 0, trajectory((2, 1), (4, 1), (6, 1)), 0.0
-    )
+    mixed = machine.workers.finish_generate("rollout-0", "i", lease.id, 0, trajectory((2, 1), (4, 1), (6, 1)), 0.0)
     assert mixed.outcome == "revoked" and "mixes the versions [2, 4, 6]" in mixed.reason
     generate(machine, lease, at=6)
     (again,) = rollout(machine, 2, at=6)

@@ -172,9 +172,7 @@ class Buffer(RuleBasedStateMachine):
     def come_back_late(self) -> None:
         """A dead incarnation finishes once its successor has work: it is told, and ignored."""
         name, hand = self.late.pop()
-        self.machine.workers.acquire(
-            name, str(self.incarnations[name]), "score", 1, self.versions[name], self.now
-        )
+        self.machine.workers.acquire(name, str(self.incarnations[name]), "score", 1, self.versions[name], self.now)
         self.grading = [lease for lease in self.machine.state.leases.values() if lease.id.stage == "score"]
         before = self.machine.state.admitted, len(self.machine.state.leases)
         for member in hand.owes:

@@ -16,9 +16,7 @@ datasets = pytest.importorskip("datasets")
 
 
 def written(path: Path, *rows: Any) -> JsonLines:
-    path.write_text(
-        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return JsonLines(path=str(path))
 
 
@@ -175,24 +173,19 @@ def test_parquet_files_are_read_by_split(tmp_path: Path) -> None:
     assert [stream.task(i).prompt for i in range(stream.length or 0)] == ["a", "b", "a", "b"]
     assert first(HFDataset(path=str(folder), split="test"), format="plain").prompt == "b"
     assert "did you mean 'test'?" in refused(HFDataset(path=str(folder), split="tst"))
-    assert (
-        first(HFDataset(path=str(folder / "data" / "test-00000-of-00001.parquet")), format="plain").prompt
-        == "b"
-    )
+    assert first(HFDataset(path=str(folder / "data" / "test-00000-of-00001.parquet")), format="plain").prompt == "b"
 
 
 def test_a_folder_that_is_no_data_set_is_refused(tmp_path: Path) -> None:
-    assert "neither saved by save_to_disk nor a folder of parquet files" in refused(
-        HFDataset(path=str(tmp_path))
-    )
+    assert "neither saved by save_to_disk nor a folder of parquet files" in refused(HFDataset(path=str(tmp_path)))
     (tmp_path / "train.parquet").write_text("no parquet")
     assert "not parquet" in refused(HFDataset(path=str(tmp_path)))
 
 
 def test_a_column_that_json_cannot_carry_is_named(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict(
-        {"prompt": ["a"], "when": [__import__("datetime").datetime(2024, 1, 2)]}
-    ).save_to_disk(tmp_path / "one")
+    datasets.Dataset.from_dict({"prompt": ["a"], "when": [__import__("datetime").datetime(2024, 1, 2)]}).save_to_disk(
+        tmp_path / "one"
+    )
     assert first(HFDataset(path=str(tmp_path / "one"))).metadata == {"when": "2024-01-02T00:00:00"}
 
 
@@ -217,9 +210,8 @@ def test_unknown_names_get_the_nearest() -> None:
     assert "reasoning-gym has no data set 'spell_backwards' (did you mean 'spell_backward'?)" in refused(
         ReasoningGym(name="spell_backwards")
     )
-    assert (
-        "reasoning-gym 'spell_backward' has no setting 'max_word_length' (did you mean 'max_word_len'?)"
-        in refused(ReasoningGym(name="spell_backward", config={"max_word_length": 5}))
+    assert "reasoning-gym 'spell_backward' has no setting 'max_word_length' (did you mean 'max_word_len'?)" in refused(
+        ReasoningGym(name="spell_backward", config={"max_word_length": 5})
     )
     assert "max_word_len must be >= min_word_len" in refused(
         ReasoningGym(name="spell_backward", config={"max_word_len": 1})

@@ -58,9 +58,7 @@ def test_sources_are_mixed_by_weight_and_an_epoch_covers_all_of_them(tmp_path: P
 
 
 def test_a_small_source_goes_round_again_until_the_large_one_is_through(tmp_path: Path) -> None:
-    data = Data(
-        train=[numbered(tmp_path / "a.jsonl", 2), numbered(tmp_path / "b.jsonl", 8)], epochs=1, format="plain"
-    )
+    data = Data(train=[numbered(tmp_path / "a.jsonl", 2), numbered(tmp_path / "b.jsonl", 8)], epochs=1, format="plain")
     stream = TaskStream(data, 0)
     assert stream.length is not None
     seen = Counter(stream.task(i).prompt for i in range(stream.length))
@@ -148,7 +146,5 @@ def test_equal_names_and_seeds_are_refused() -> None:
 def test_importing_the_data_package_pulls_in_nothing_heavy() -> None:
     heavy = ("torch", "transformers", "datasets", "reasoning_gym", "pyarrow")
     program = f"import sys, async_rl.data; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

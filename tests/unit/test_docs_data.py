@@ -19,9 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 
 
 def blocks(language: str) -> list[str]:
-    found = re.findall(
-        rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+    found = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found
     return found
 

@@ -47,9 +47,7 @@ def asked(answer: str | None) -> Task:
         ("5", "", False, -1.0),
     ],
 )
-def test_exact_compares_what_is_left_after_stripping(
-    answer: str, text: str, ignore_case: bool, reward: float
-) -> None:
+def test_exact_compares_what_is_left_after_stripping(answer: str, text: str, ignore_case: bool, reward: float) -> None:
     grader = build(ExactGrader(correct=2.0, wrong=-1.0, ignore_case=ignore_case))
     score = grader.grade(asked(answer), said(text))
     assert (score.reward, score.status) == (reward, "graded")
@@ -58,9 +56,7 @@ def test_exact_compares_what_is_left_after_stripping(
 
 def test_exact_fails_a_task_without_an_answer() -> None:
     score = build(ExactGrader()).grade(asked(None), said("x"))
-    assert score == Score(
-        reward=None, status="failed", detail="task 4 of 'words' has no answer to compare with"
-    )
+    assert score == Score(reward=None, status="failed", detail="task 4 of 'words' has no answer to compare with")
 
 
 # --- reasoning-gym -------------------------------------------------------------------------------------
@@ -120,9 +116,7 @@ def test_a_task_of_another_kind_fails() -> None:
         ),
         (
             Score(reward=None),
-            Score(
-                reward=None, status="failed", detail="the grader returned reward None with status 'graded'"
-            ),
+            Score(reward=None, status="failed", detail="the grader returned reward None with status 'graded'"),
         ),
         (
             Score(reward=0.0, status="failed"),
@@ -173,9 +167,7 @@ def test_a_grader_is_imported_from_the_current_folder(here: Path) -> None:
 
 def test_an_exception_is_a_status_with_the_place(here: Path) -> None:
     score = build(CustomGrader(function=f"{here.stem}:broken")).grade(asked(None), said(""))
-    assert score == Score(
-        reward=None, status="failed", detail=f"ZeroDivisionError: division by zero ({here.name}:3)"
-    )
+    assert score == Score(reward=None, status="failed", detail=f"ZeroDivisionError: division by zero ({here.name}:3)")
 
 
 def test_what_cannot_be_imported_is_one_clear_line(here: Path) -> None:
@@ -203,7 +195,5 @@ def test_importing_the_worker_pulls_in_nothing_heavy() -> None:
         "import sys\nfrom async_rl.services.reward import graders, pipe, worker\n"
         f"print([m for m in {heavy} if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) == []

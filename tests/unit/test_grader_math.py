@@ -19,9 +19,7 @@ def graded(gold: str | None, text: str, config: MathGrader | None = None) -> Sco
         stop="eos",
         text=text,
     )
-    return build(config or MathGrader()).grade(
-        Task(index=0, source="sums", prompt="?", answer=gold), trajectory
-    )
+    return build(config or MathGrader()).grade(Task(index=0, source="sums", prompt="?", answer=gold), trajectory)
 
 
 REPORT_44 = [

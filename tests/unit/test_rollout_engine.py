@@ -195,9 +195,7 @@ def test_stop_reasons():
 def test_both_ends_of_the_context_are_named():
     async def body(engine):
         free = Sampling(max_new_tokens=500)
-        return await engine.generate([3] * 90, free, seed=0), await engine.generate(
-            [3], Sampling(max_new_tokens=4)
-        )
+        return await engine.generate([3] * 90, free, seed=0), await engine.generate([3], Sampling(max_new_tokens=4))
 
     full, short = with_engine(body, ends=())
     assert (full.stop, len(full.tokens)) == ("context", 6)
@@ -205,7 +203,7 @@ def test_both_ends_of_the_context_are_named():
 
 
 async def until(condition):
-    while not condition():  # noqa: ASYNC110 (what is waited for happens in another thread)
+    while not condition():
         await asyncio.sleep(0.002)
 
 
@@ -360,8 +358,7 @@ def test_weights_given_up_halfway_end_the_engine():
 def test_cancelling_a_request_frees_its_place():
     async def body(engine):
         tasks = [
-            asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_new_tokens=90), seed=i))
-            for i in range(4)
+            asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_new_tokens=90), seed=i)) for i in range(4)
         ]
         await asyncio.sleep(0.02)
         for task in tasks:
@@ -438,9 +435,7 @@ def test_a_group_computes_its_prompt_once():
         await asyncio.gather(*(engine.generate(LONG, Sampling(max_new_tokens=4), seed=k) for k in range(8)))
 
     with_engine(body, model=model, ends=(), page_size=16)
-    assert (
-        sum(seen) <= 70 + 7 * 6 + 8 * 3
-    )  # 6 tokens of the prompt are in no whole page; 3 are decoded by each
+    assert sum(seen) <= 70 + 7 * 6 + 8 * 3  # 6 tokens of the prompt are in no whole page; 3 are decoded by each
 
 
 def test_no_page_of_older_weights_serves_a_new_prompt():
@@ -468,9 +463,7 @@ def test_no_page_of_older_weights_serves_a_new_prompt():
 def test_who_waits_for_a_prompt_goes_on_when_the_first_is_cancelled():
     async def body(engine):
         first = asyncio.create_task(engine.generate(LONG, Sampling(max_new_tokens=4), seed=0))
-        rest = [
-            asyncio.create_task(engine.generate(LONG, Sampling(max_new_tokens=4), seed=k)) for k in (1, 2)
-        ]
+        rest = [asyncio.create_task(engine.generate(LONG, Sampling(max_new_tokens=4), seed=k)) for k in (1, 2)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         first.cancel()

@@ -149,9 +149,7 @@ def version(number):
 
 def fake(body, **changes):
     async def main():
-        engine = FakeEngine(
-            Settings(**{"tokens_per_s": 200.0, "median_tokens": 30, "accuracy": 1.0} | changes)
-        )
+        engine = FakeEngine(Settings(**{"tokens_per_s": 200.0, "median_tokens": 30, "accuracy": 1.0} | changes))
         await engine.update(version(0))
         async with asyncio.timeout(20):
             return await body(engine)

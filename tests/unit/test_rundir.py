@@ -35,9 +35,7 @@ def test_a_service_runs_once_in_a_run(tmp_path: Path) -> None:
     run.create()
     code = f"from async_rl.rundir import RunDir\nwith RunDir({str(run.path)!r}).claim('buffer'): pass"
     with run.claim("buffer"):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
         assert "its buffer is running already" in done.stderr
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

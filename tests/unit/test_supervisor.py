@@ -40,9 +40,7 @@ def config(**settings: object) -> Config:
         ("trainer", 1, True, 1, "ignore"),
     ],
 )
-def test_what_the_end_of_a_process_means(
-    service: str, status: int, ending: bool, deaths: int, expected: str
-) -> None:
+def test_what_the_end_of_a_process_means(service: str, status: int, ending: bool, deaths: int, expected: str) -> None:
     assert verdict(service, status, ending=ending, deaths_in_a_row=deaths, max_failures=8) == expected
 
 
@@ -73,7 +71,8 @@ def test_compute_threads_come_from_the_configuration() -> None:
 def test_the_last_error_of_a_log_is_found_without_its_time_stamp(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text(
-        "2026-01-01 00:00:00,000 INFO x\nTraceback (most recent call last):\n2026-01-01 00:00:01,000 ERROR trainer: error: no such file\n"
+        "2026-01-01 00:00:00,000 INFO x\nTraceback (most recent call last):\n"
+        "2026-01-01 00:00:01,000 ERROR trainer: error: no such file\n"
     )
     assert last_error(log, "none") == "trainer: no such file"
     assert last_error(tmp_path / "absent.log", "none") == "none"
@@ -104,9 +103,7 @@ def test_the_live_line_leaves_out_what_is_not_known_yet() -> None:
         "lag_max": 2,
         "mismatch_kl": 3e-4,
     }
-    text = live_text(
-        12, ServiceStatus(service="trainer", pid=1, uptime_s=1.0, version=7, detail=detail), (100.0, 0.1)
-    )
+    text = live_text(12, ServiceStatus(service="trainer", pid=1, uptime_s=1.0, version=7, detail=detail), (100.0, 0.1))
     for part in (
         "step 7/12",
         "reward 0.500",

@@ -89,9 +89,7 @@ def test_an_unchanged_policy_reads_ratio_one_at_its_temperature():
         t = random_trajectory(generator)
         lp = plain_logprobs(model, t, temperature=0.6)
         samples.append(
-            sample(
-                trajectory(t.tokens[~t.action].tolist(), t.tokens[t.action].tolist(), logprobs=lp.tolist())
-            )
+            sample(trajectory(t.tokens[~t.action].tolist(), t.tokens[t.action].tolist(), logprobs=lp.tolist()))
         )
     figures = Policy(model, config).update(samples, Objective.of(config)).mismatch
     assert figures.mean_ratio == pytest.approx(1.0, abs=1e-6)

@@ -16,9 +16,7 @@ def rates(schedule, total=10, **settings):
 
 
 def test_the_total_counts_mini_batches_and_epochs():
-    assert (
-        total_updates(configuration(max_steps=5, batch={"groups": 6, "mini_batches": 3, "epochs": 2})) == 30
-    )
+    assert total_updates(configuration(max_steps=5, batch={"groups": 6, "mini_batches": 3, "epochs": 2})) == 30
 
 
 def test_warm_up_rises_in_a_line_to_the_peak():
@@ -38,9 +36,7 @@ def test_cosine_is_half_way_in_the_middle():
 
 
 def test_an_update_uses_its_own_rate():
-    config = configuration(
-        trainer={"learning_rate": 1.0, "schedule": "linear", "warmup_steps": 1}, max_steps=5
-    )
+    config = configuration(trainer={"learning_rate": 1.0, "schedule": "linear", "warmup_steps": 1}, max_steps=5)
     policy = Policy(tiny_llama(), config)
     used = [policy.update(random_samples(2), Objective.of(config)).learning_rate for _ in range(3)]
     assert used == pytest.approx([1.0, 1.0, 0.75])

@@ -24,9 +24,7 @@ from async_rl.services.trainer.step import mini_batches, train_step
 
 def record_of(batch, config, policy=None, on_exceed="mask"):
     result = train_step(batch, policy or Policy(tiny_llama(), config), config)
-    return step_record(
-        batch, result, on_exceed=on_exceed, wall_s=9.0, draw_wait_s=2.0, train_s=1.0, held_out=None
-    )
+    return step_record(batch, result, on_exceed=on_exceed, wall_s=9.0, draw_wait_s=2.0, train_s=1.0, held_out=None)
 
 
 def test_a_step_makes_mini_batches_times_epochs_updates():
@@ -76,9 +74,7 @@ def test_figures_of_a_step():
     assert record.lag_histogram == {0: 1 + lengths[2] + lengths[3] + lengths[5], 1: lengths[1], 2: 2}
     assert record.lag_max == 2
     assert record.trained_tokens == sum(lengths) - 1 - lengths[4]
-    assert record.masked_by == pytest.approx(
-        {"stale": 1 / sum(lengths), "voteless": lengths[4] / sum(lengths)}
-    )
+    assert record.masked_by == pytest.approx({"stale": 1 / sum(lengths), "voteless": lengths[4] / sum(lengths)})
     assert record.masked_share == pytest.approx((1 + lengths[4]) / sum(lengths))
     assert set(record.mismatch_by_lag) == {0, 1, 2, 4}  # before anything is masked
     assert record.truncated_share == pytest.approx(1 / 6)
@@ -116,8 +112,7 @@ def test_a_draw_that_is_trained_again_has_its_lag_judged_again():
     policy = Policy(tiny_llama(), config)
     members = [(trajectory([1], [2], versions=[(1, 1)]), 1.0), (trajectory([1], [3], versions=[(1, 1)]), 0.0)]
     lags = [
-        record_of(drawn([members], step=1 + k, bound=4, sequence=k), config, policy).lag_histogram
-        for k in range(2)
+        record_of(drawn([members], step=1 + k, bound=4, sequence=k), config, policy).lag_histogram for k in range(2)
     ]
     assert lags == [{0: 2}, {1: 2}]
 

@@ -163,9 +163,7 @@ def test_a_warmed_up_model_answers(tmp_path: Path) -> None:
         ({"hidden_size": 18}, r"warmup\.hidden_size = 18 must be a multiple of 2 x warmup\.heads = 4"),
     ],
 )
-def test_settings_that_do_not_suit_the_data_are_one_line(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_settings_that_do_not_suit_the_data_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     config = run_config(tmp_path, **changes)
     for attempt in (warmed, prepare.check):
         with pytest.raises(ConfigError, match=message) as refused:
@@ -242,9 +240,7 @@ def test_the_shared_prefix_changes_neither_loss_nor_gradient(common: str) -> Non
 
 
 def packaged(config: Config, package: str) -> Config:
-    return parse(
-        {**_tree(config), "warmup": None, "model": {"path": config.model.path, "from_package": package}}
-    )
+    return parse({**_tree(config), "warmup": None, "model": {"path": config.model.path, "from_package": package}})
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path) -> None:

@@ -171,9 +171,7 @@ def test_random_frames_decode_to_a_message_or_to_a_wire_error(frames):
 def test_a_message_with_flipped_bytes_decodes_or_is_refused(data):
     codec = wire.Codec(BufferRequest)
     lease = LeaseId(1, 0, "generate")
-    message = data.draw(
-        st.sampled_from([Draw(3, 1, 0.5), FinishGenerate("w", "i", lease, 0, trajectory(300))])
-    )
+    message = data.draw(st.sampled_from([Draw(3, 1, 0.5), FinishGenerate("w", "i", lease, 0, trajectory(300))]))
     frames = [bytearray(frame) for frame in codec.encode(message)]
     for _ in range(data.draw(st.integers(1, 6))):
         frame = data.draw(st.sampled_from(frames))

@@ -43,9 +43,7 @@ class Math:
             return without_answer(task)
         gold = expressions(task.answer)
         if not gold:
-            return failed(
-                f"the answer of task {task.index} of '{task.source}' is no mathematics: {task.answer!r}"
-            )
+            return failed(f"the answer of task {task.index} of '{task.source}' is no mathematics: {task.answer!r}")
         given = expressions(trajectory.text)
         if not given:
             return Score(reward=self._config.unparsed, status="unparsed", components={"accuracy": 0.0})
@@ -61,9 +59,7 @@ def expressions(text: str) -> list[Any]:
     answer = final_answer(text)
     if answer is None:
         return []
-    parsed: list[Any] = parse(
-        answer, extraction_config=_EXTRACT, fallback_mode="no_fallback", parsing_timeout=None
-    )
+    parsed: list[Any] = parse(answer, extraction_config=_EXTRACT, fallback_mode="no_fallback", parsing_timeout=None)
     return parsed
 
 
