@@ -30,3 +30,6 @@
 
 Redo is `for event in journal: state.apply(event)`.
 """
+
+if __name__ == "buffers":
+    raise ImportError("import async_rl.buffers instead: this would be the same code under another name")

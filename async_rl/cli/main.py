@@ -14,7 +14,7 @@ SERVICES = ("buffer", "rollout", "reward", "trainer", "weight-sync")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
@@ -25,6 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("async-rl: interrupted", file=sys.stderr)
         return 130
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; overrides may stand before and behind them."""
+    options, rest = parser().parse_known_args(arguments)
+    strange = [word for word in rest if word.startswith("-") or "=" not in word]
+    if strange:
+        parser().error(f"unrecognized arguments: {' '.join(strange)}")
+    options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def parser() -> argparse.ArgumentParser:

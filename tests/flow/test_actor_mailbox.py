@@ -7,15 +7,16 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from actor_material import echo, fetch, mailbox, remote, run, serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from async_rl.actor import mailbox as mailbox_module
 from async_rl.actor import wire
 from async_rl.actor.mailbox import refuse_public
 from async_rl.errors import DeadlineExceeded, InvariantError, PeerRefused, UserError
 from async_rl.protocol import SCHEMA
-from async_rl.protocol.weight_sync import NoNewer, Release, Released, WeightSyncRequest
+from async_rl.protocol.weight_sync import NoNewer, Rejected, Release, Released, WeightSyncRequest
+from tests.flow.actor_material import echo, fetch, mailbox, remote, run, serving, until
 
 REQUESTS = wire.Codec(WeightSyncRequest)
 
@@ -23,9 +24,10 @@ REQUESTS = wire.Codec(WeightSyncRequest)
 class Raw:
     """A peer that sends whatever it likes."""
 
-    def __init__(self, address):
+    def __init__(self, address, high_water_mark=1000):
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
+        self.socket.set_hwm(high_water_mark)
         self.socket.connect(address)
 
     def __enter__(self):
@@ -224,6 +226,41 @@ def test_a_peer_that_takes_no_reply_holds_up_no_other():
                     assert await other.ask(fetch(k)) == NoNewer(k)
 
     run(main())
+
+
+async def bulky(request):
+    return Rejected("x" * 10_000)  # 2,000 of them fill every queue on their way
+
+
+def test_two_thousand_replies_to_a_peer_that_reads_late_all_arrive():
+    # field report 55: a ROUTER with a high-water mark of 5 drops silently when a peer's pipe is full
+    async def main():
+        async with serving(bulky, high_water_mark=5) as box:
+            with Raw(box.address, high_water_mark=5) as peer:
+                await peer.greet()
+                for sequence in range(2000):
+                    await peer.ask(sequence, fetch())
+                answers = [await peer.receive() for _ in range(2000)]
+        assert sorted(answer.sequence for answer in answers) == list(range(2000))
+        assert all(isinstance(answer, wire.Reply) for answer in answers)
+
+    run(main())
+
+
+def test_a_reply_that_a_peer_does_not_take_is_a_line_in_the_log(monkeypatch, caplog):
+    # field report 55: or the sender is told
+    monkeypatch.setattr(mailbox_module, "SEND_S", 0.2)
+
+    async def main():
+        async with serving(bulky, high_water_mark=5) as box:
+            with Raw(box.address, high_water_mark=5) as deaf:
+                await deaf.greet()
+                for sequence in range(2000):
+                    await deaf.ask(sequence, fetch())
+                await until(lambda: "raw took no reply for 0.2 s; dropped" in caplog.text)
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
 
 
 def test_a_port_in_use_is_one_clear_line_that_names_the_setting():

@@ -6,13 +6,13 @@ import signal
 import socket
 
 import pytest
-from actor_material import Echo, Process, build, fetch, run, settings, until
 
 from async_rl.actor.service import first_cause
 from async_rl.actor.status import ask_once
 from async_rl.errors import DeadlineExceeded, InvariantError
 from async_rl.protocol.control import Done, GetStatus, ServiceStatus, Stop
 from async_rl.protocol.weight_sync import NoNewer, Release, WeightSyncReply, WeightSyncRequest
+from tests.flow.actor_material import Echo, Process, build, fetch, run, settings, until
 
 
 def ended(process, limit_s=30):

@@ -46,6 +46,17 @@ def test_a_wrong_setting_is_one_line(folder: Path, command: str, override: str, 
     assert not (folder / "models").exists()
 
 
+def test_a_misspelt_key_in_the_file_is_refused_with_the_nearest(folder: Path) -> None:
+    # Field report 53.
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text.replace("learning_rate", "learnign_rate"))
+    status, output = ring.run("train", "run.toml", cwd=folder)
+    assert status == 2
+    assert output.strip().splitlines() == [output.strip()]
+    assert "unknown key" in output
+    assert "(did you mean 'learning_rate'?)" in output
+
+
 def test_a_model_that_does_not_exist_is_named(folder: Path) -> None:
     text = (folder / "run.toml").read_text()
     start, end = text.index("[warmup]"), text.index("[data]")

@@ -37,6 +37,9 @@ import os, time
 def by_text(task, trajectory):
     if trajectory.text == "hang":
         time.sleep(3600)
+    if trajectory.text == "sleep":
+        time.sleep(2)
+        return 1.0
     if trajectory.text == "die":
         os._exit(1)
     return float(trajectory.text)
@@ -176,6 +179,15 @@ def test_it_says_at_each_heartbeat_what_it_holds() -> None:
     assert stats.finished == 1
     assert 0.0 < stats.busy_s <= stats.up_s
     assert len({e.incarnation for e in buffer.extended} | {a.incarnation for a in buffer.acquired}) == 1
+
+
+def test_heartbeats_go_on_while_a_reward_sleeps() -> None:
+    """Field report 45: for 2 s, with a heartbeat every 0.1 s. Each late by 100 ms would make 10 of the 20."""
+    buffer = ScriptedBuffer(lease(1, "sleep"))
+    buffer.ended = lambda: bool(buffer.finished)
+    run(buffer, config(timeout_s=30.0))
+    assert buffer.scores_of(1) == {0: (1.0, "graded")}
+    assert len([beat for beat in buffer.extended if beat.leases]) > 10
 
 
 def test_revoked_work_is_dropped_and_its_process_is_free_again() -> None:

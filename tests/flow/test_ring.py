@@ -79,6 +79,18 @@ def test_no_token_is_older_than_its_mode_says(folder: Path, mode: str) -> None:
     assert max(lags) <= bound
 
 
+def test_a_seeded_async_run_at_0_is_sample_identical_to_a_sync_run(folder: Path) -> None:
+    # Field report 3: the same groups, rewards and tokens in every step.
+    figures = ("group_ids", "reward_mean", "length_mean", "length_max", "truncated_share", "lag_histogram")
+    runs = []
+    for overrides in (["mode=sync"], ["mode=async", "staleness.max=0"]):
+        status, output = ring.run("train", "run.toml", *overrides, cwd=folder)
+        assert status == 0, output
+        runs.append([[record[figure] for figure in figures] for record in ring.steps(folder)])
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 4
+
+
 def test_an_off_policy_run_trains_each_draw_several_times(folder: Path) -> None:
     status, output = ring.run("train", "run.toml", "mode=off-policy", cwd=folder)
     assert status == 0, output

@@ -6,8 +6,6 @@ import signal
 
 import pytest
 import torch
-from actor_material import Echo, Process, run, settings, until
-from test_weight_sync_publication import Model, files, load, same
 
 from async_rl.errors import PublicationError
 from async_rl.protocol.control import GetStatus, Stop
@@ -15,6 +13,8 @@ from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
 from async_rl.weights import writer
 from async_rl.weights.reader import Subscriber
 from async_rl.weights.writer import Publisher
+from tests.flow.actor_material import Echo, Process, run, settings, until
+from tests.flow.test_weight_sync_publication import Model, files, load, same
 
 torch.set_num_threads(1)
 

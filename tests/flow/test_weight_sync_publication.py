@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from actor_material import Echo, run, settings, until
 
 from async_rl.errors import PublicationError
 from async_rl.protocol.control import GetStatus
@@ -26,6 +25,7 @@ from async_rl.weights import writer
 from async_rl.weights.reader import Subscriber
 from async_rl.weights.slot import Maps
 from async_rl.weights.writer import Publisher
+from tests.flow.actor_material import Echo, run, settings, until
 
 torch.set_num_threads(1)
 

@@ -57,6 +57,7 @@ class Ring:
     idle: float = 0.0
     batches: list[list[int]] = field(default_factory=list)
     positions: Counter[int] = field(default_factory=Counter)  # how often a task was drawn
+    drawn: list[list[tuple[int, int, list[int]]]] = field(default_factory=list)  # of each: position, attempt, members
     max_lag: int = -1
     ended: str | None = None
     log: list[Any] = field(default_factory=list)
@@ -186,6 +187,7 @@ class Ring:
             assert order == sorted(order), "not in deadline and admission order"
             self.batches.append(numbers)
             self.positions.update(group.position for group in batch.groups)
+            self.drawn.append([(group.position, group.attempt, list(group.wanted)) for group in batch.groups])
         for group in batch.groups:
             lags = [step - version for member in group.voters for version, _ in group.trajectories[member].versions]
             assert lags and min(lags) >= 0

@@ -7,8 +7,13 @@ import pytest
 
 from async_rl.buffers.for_trainer import Ended, Waiting
 from async_rl.buffers.machine import Machine
+from async_rl.buffers.settings import Settings
 from async_rl.buffers.state import Batch, new_state
-from async_rl.protocol.buffer import LeaseId, WorkerStats
+from async_rl.config.schema import Batch as BatchSettings
+from async_rl.config.schema import Config, Data, JsonLines, Model, Sampling, Staleness
+from async_rl.protocol.buffer import GenerateLease, LeaseId, WorkerStats
+from async_rl.services.rollout.held import seed_of
+from async_rl.trajectory import Task
 from tests.unit.buffer_material import (
     generate,
     grade,
@@ -83,6 +88,41 @@ def test_sync_trains_every_token_at_the_trainers_version_in_a_whole_run() -> Non
     run = ring(settings(eta=0, in_flight=False, max_steps=15), 3, sigma=1.0, faults=0.02)
     run.run(limit=5000)
     assert run.max_lag == 0
+
+
+def seeds(run: Ring) -> list[list[int]]:
+    """Of every trajectory of every step, as a rollout seeds it in a run of seed 7."""
+    return [
+        [
+            seed_of(7, GenerateLease(LeaseId(0, attempt, "generate"), task, members, Sampling(), False, 0), member)
+            for position, attempt, members in groups
+            for task in [Task(index=position, source="numbers", prompt="?")]
+            for member in members
+        ]
+        for groups in run.drawn
+    ]
+
+
+def test_a_seeded_async_run_at_0_samples_what_a_sync_run_samples() -> None:
+    """3: whatever the workers and their pace, each step has the same samples by the same seeds at its version."""
+    runs = []
+    for pace, (mode, bound) in enumerate((("sync", None), ("async", 0))):
+        config = Config(
+            name="x",
+            model=Model(path="none"),
+            data=Data(train=[JsonLines(path="none.jsonl")]),
+            max_steps=12,
+            mode=mode,  # type: ignore[arg-type]
+            staleness=Staleness(max=bound),
+            batch=BatchSettings(groups=4, group_size=3),
+        )
+        runs.append(ring(Settings.of(config, tasks=None, held_out=0), pace, workers=1 + 2 * pace, sigma=1.5))
+        runs[-1].run(limit=5000)
+    sync, at_0 = runs
+    assert at_0.machine.settings.in_flight and not sync.machine.settings.in_flight
+    assert seeds(sync) == seeds(at_0) and len(seeds(sync)) == 12
+    assert len({seed for step in seeds(sync) for seed in step}) == 12 * 4 * 3
+    assert sync.max_lag == at_0.max_lag == 0
 
 
 @pytest.mark.parametrize(("eta", "drawn"), [(2, False), (3, True)])
@@ -162,13 +202,18 @@ def test_no_sample_mixes_versions_where_the_mode_promises_one() -> None:
 
 def test_rollouts_that_come_early_for_the_next_step_are_kept() -> None:
     """11: admission looks at versions alone; while step 0 is trained, groups for step 1 finish and stay."""
-    machine = Machine(settings(groups=1, group_size=1, eta=1))
-    ready_groups(machine, 2, at=0)
+    machine = Machine(settings(groups=1, group_size=1, eta=2))
+    first, early = rollout(machine, 2, at=0)
+    generate(machine, first, at=0)
+    grade(machine)
     batch = machine.trainer.draw(0, 0)
     assert isinstance(batch, Batch) and [group.id for group in batch.groups] == [0]
-    assert machine.state.training.count("ready") == 1
+    generate(machine, early, at=0)
+    assert ready_groups(machine, 1, at=0) == [2]  # admitted, sampled and graded while the step is under way
+    assert machine.state.training.count("ready") == 2
     machine.trainer.finish_step(0, 0)
-    assert train(machine, 1) == [1]
+    assert [train(machine, step) for step in (1, 2)] == [[1], [2]]
+    assert machine.state.dropped == {}
 
 
 def test_a_group_keeps_the_bound_it_was_admitted_under() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.cli.main import parser
+from async_rl.cli.main import parse as parse_command
 from async_rl.config import bounds, parse
 from async_rl.config.reference import reference
 
@@ -34,7 +34,7 @@ def test_the_configuration_page_is_made_from_the_schema() -> None:
 
 @pytest.mark.parametrize(("page", "line"), list(commands()))
 def test_a_command_in_the_docs_is_one_the_parser_takes(page: str, line: str) -> None:
-    options = parser().parse_args(shlex.split(line, comments=True)[1:])
+    options = parse_command(shlex.split(line, comments=True)[1:])
     for override in options.overrides:
         assert "=" in override, page
 

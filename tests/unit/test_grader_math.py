@@ -74,6 +74,12 @@ def test_verdicts_of_field_report_44(gold: str, prediction: str, owed: str) -> N
     assert score.votes
 
 
+def test_what_does_not_parse_has_reward_0_by_default_and_its_own_status() -> None:
+    """Field report 44: the two last rows, told apart from a wrong answer that has reward 0 as well."""
+    scores = [graded("$5$", text) for text in ("", r"\boxed{5", r"\boxed{6}")]
+    assert [(score.reward, score.status) for score in scores] == [(0.0, "unparsed"), (0.0, "unparsed"), (0.0, "graded")]
+
+
 def test_grading_is_right_in_any_thread() -> None:
     """Field report 42: time limits by signal fail off the main thread, and everything scores 0."""
     scores: list[Score] = []

@@ -1,10 +1,13 @@
-"""Every shipped recipe parses, has consistent numbers, and its data gives tasks."""
+"""Every shipped recipe parses, has consistent numbers, and its data gives tasks; its page does too."""
 
+import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_rl.config import bounds, load
+from async_rl.config import bounds, load, parse
 from async_rl.data import TaskStream, held_out_tasks
 from async_rl.data import check as check_data
 from async_rl.models import prepare
@@ -64,3 +67,23 @@ def test_a_warm_up_reads_every_task_of_its_recipe(recipe: Path) -> None:
 def test_a_recipe_has_its_page(recipe: Path) -> None:
     page = (ROOT / "docs" / recipe.relative_to(ROOT)).with_suffix(".md")
     assert f"async-rl train {recipe.relative_to(ROOT)}" in page.read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_recipe_shows_data_that_work(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are written to the file that the TOML names; the recipe with that TOML over it gives its tasks."""
+    text = (ROOT / "docs" / recipe.relative_to(ROOT)).with_suffix(".md").read_text(encoding="utf-8")
+    (rows,), (shown,) = (re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S) for kind in ("json", "toml"))
+    config = parse(_over(tomllib.loads(recipe.read_text(encoding="utf-8")), tomllib.loads(shown)))
+    monkeypatch.chdir(tmp_path)
+    Path(config.data.train[0].path).write_text(rows)  # type: ignore[union-attr]
+    check_data(config.data)
+    assert held_out_tasks(config.data)
+    if config.warmup is not None:
+        prepare.check(config)
+
+
+def _over(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = [key for key in changes if isinstance(changes[key], dict) and isinstance(tree.get(key), dict)]
+    return {**tree, **changes, **{key: _over(tree[key], changes[key]) for key in both}}

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.cli.main import parse as parse_command
 from async_rl.config import Config, parse
 from async_rl.evaluation import pass_at_k
 from async_rl.protocol.buffer import BufferReport, WorkerStats
@@ -117,6 +118,16 @@ def test_the_live_line_leaves_out_what_is_not_known_yet() -> None:
         assert part in text
 
 
+def test_a_run_leads_with_reward_and_mismatch_and_never_with_the_loss() -> None:
+    """Field report 51."""
+    detail: dict[str, float | int | str] = {"step": 1, "reward": 0.5, "policy_loss": 0.0, "mismatch_kl": 3e-4}
+    text = live_text(12, ServiceStatus(service="trainer", pid=1, uptime_s=1.0, version=1, detail=detail), (0.0, 0.0))
+    assert text.startswith("step 1/12 | reward 0.500") and text.endswith("mismatch KL 3.00e-04")
+    assert "loss" not in text
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
+    assert "The policy loss is in the metrics and is no sign of progress" in readme
+
+
 @pytest.mark.parametrize(
     ("n", "c", "k", "expected"),
     [(4, 0, 2, 0.0), (4, 4, 1, 1.0), (4, 1, 1, 0.25), (4, 2, 2, 1 - 1 / 6), (2, 1, 2, 1.0)],
@@ -128,3 +139,24 @@ def test_pass_at_k_is_unbiased(n: int, c: int, k: int, expected: float) -> None:
 def test_pass_at_k_refuses_more_draws_than_samples() -> None:
     with pytest.raises(ValueError, match="pass@3"):
         pass_at_k(2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "run.toml", "--quiet", "seed=1", "mode=sync"],
+        ["train", "--quiet", "run.toml", "seed=1", "mode=sync"],
+        ["train", "run.toml", "seed=1", "--quiet", "mode=sync"],
+    ],
+)
+def test_overrides_stand_anywhere_on_the_command_line(words: list[str]) -> None:
+    options = parse_command(words)
+    assert (options.run, options.quiet, options.overrides) == ("run.toml", True, ["seed=1", "mode=sync"])
+
+
+@pytest.mark.parametrize("words", [["train", "run.toml", "--quite"], ["train", "run.toml", "--quiet", "sync"], ["trian"]])
+def test_a_word_the_command_line_does_not_know_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_command(words)
+    assert end.value.code == 2
+    assert capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from trainer_material import configuration, random_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.config.schema import Warmup
@@ -10,6 +9,7 @@ from async_rl.models.tiny import build_model, build_tokenizer
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.policy import Policy
+from tests.unit.trainer_material import configuration, random_samples
 
 SETTINGS = Warmup(characters="abcdefghi", hidden_size=16, layers=1, heads=2)
 

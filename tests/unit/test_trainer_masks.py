@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_material import trajectory
 
 from async_rl.errors import InvariantError
 from async_rl.services.trainer.masks import Masked, loss_mask, require_bound
 from async_rl.trajectory import Score
+from tests.unit.trainer_material import trajectory
 
 GRADED, VOTELESS = Score(1.0), Score(None, "failed")
 

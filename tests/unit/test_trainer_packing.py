@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_material import random_samples, sample, trajectory
 
 from async_rl.errors import InvariantError
 from async_rl.services.trainer.masks import Masked
 from async_rl.services.trainer.packing import first_fit_decreasing, pack, packs
 from async_rl.services.trainer.samples import sample_of
+from tests.unit.trainer_material import random_samples, sample, trajectory
 
 
 @given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 50))

@@ -5,7 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from trainer_material import (
+
+from async_rl.algorithms.registry import AGGREGATIONS
+from async_rl.errors import AsyncRLError
+from async_rl.services.trainer.objective import Objective
+from async_rl.services.trainer.packing import pack, packs
+from async_rl.services.trainer.policy import Policy, token_logprobs
+from async_rl.services.trainer.ranks import Ranks
+from tests.unit.trainer_material import (
     VOCABULARY,
     configuration,
     plain_logprobs,
@@ -15,13 +22,6 @@ from trainer_material import (
     tiny_llama,
     trajectory,
 )
-
-from async_rl.algorithms.registry import AGGREGATIONS
-from async_rl.errors import AsyncRLError
-from async_rl.services.trainer.objective import Objective
-from async_rl.services.trainer.packing import pack
-from async_rl.services.trainer.policy import Policy, token_logprobs
-from async_rl.services.trainer.ranks import Ranks
 
 
 def gradients(samples, config, objective=None):
@@ -129,6 +129,7 @@ def test_entropy_is_that_of_the_tempered_distribution():
 def test_gradient_does_not_depend_on_micro_batches(aggregation):
     """Field report 19: the same 8 samples as 1x8, 2x4 and 8x1."""
     fixed = [sample(trajectory([1, 2, 3, k % 2], [k, 5, 6, 7]), advantage=k - 3.3) for k in range(8)]
+    assert [[p.sequences for p in packs(fixed, tokens)] for tokens in (32, 16, 7)] == [[8], [4, 4], [1] * 8]
     made = [
         gradients(
             fixed,
@@ -180,6 +181,18 @@ def test_skipping_members_of_advantage_zero_changes_no_gradient(aggregation):
     without, whole = gradients(samples, config, unskipped)
     assert update.tokens < whole.tokens
     assert largest_difference(with_skip, without) < 1e-12
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_a_masked_completion_leaves_the_denominator_too(aggregation):
+    """Field report 20: lengths 4 (ended) and 4 (truncated, masked) make the update of the ended one alone."""
+    config = configuration(algorithm={"advantage": "grpo", "aggregation": aggregation})
+    ended = sample(trajectory([1], [2, 3, 4, 5]))
+    cut = sample(trajectory([1], [6, 7, 8, 9], stop="length"), loss=[False] * 4)
+    both, update = gradients([ended, cut], config)
+    alone, only = gradients([ended], config)
+    assert update.loss == pytest.approx(only.loss) and update.loss != 0
+    assert largest_difference(both, alone) < 1e-12
 
 
 def test_all_masked_is_a_zero_gradient_and_never_nan():

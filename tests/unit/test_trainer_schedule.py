@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from trainer_material import configuration, random_samples, tiny_llama
 
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.schedule import learning_rate, total_updates
+from tests.unit.trainer_material import configuration, random_samples, tiny_llama
 
 
 def rates(schedule, total=10, **settings):

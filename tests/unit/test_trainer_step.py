@@ -6,7 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from trainer_material import (
+
+from async_rl.algorithms.registry import ESTIMATORS
+from async_rl.errors import InvariantError
+from async_rl.services.trainer import metrics
+from async_rl.services.trainer.metrics import MetricsFile, StepRecord, step_record
+from async_rl.services.trainer.policy import Policy
+from async_rl.services.trainer.step import mini_batches, statistics, train_step
+from tests.unit.trainer_material import (
     configuration,
     drawn,
     plain_logprobs,
@@ -14,12 +21,6 @@ from trainer_material import (
     tiny_llama,
     trajectory,
 )
-
-from async_rl.errors import InvariantError
-from async_rl.services.trainer import metrics
-from async_rl.services.trainer.metrics import MetricsFile, StepRecord, step_record
-from async_rl.services.trainer.policy import Policy
-from async_rl.services.trainer.step import mini_batches, train_step
 
 
 def record_of(batch, config, policy=None, on_exceed="mask"):
@@ -48,6 +49,25 @@ def test_a_rewarded_answer_becomes_more_likely():
         train_step(drawn([[(good, 1.0), (bad, 0.0)]]), policy, config)
     policy.model.config._attn_implementation = "sdpa"
     assert plain_logprobs(policy.model, good) > before + 0.1
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1.0, 0.0, 1.0, 0.0], [0.866, -0.866, 0.866, -0.866]),  # field report 21: grouped by task
+        ([1.0, 3.0, 2.0, None], [-1.0, 1.0, 0.0, 0.0]),  # field report 46: the failed one is in no mean
+    ],
+)
+def test_the_members_of_a_task_are_one_group(rewards, expected):
+    config = configuration(batch={"groups": 2, "group_size": 4})
+    other = [(trajectory([1], [2]), 1.0)] * 4
+    batch = drawn([[(trajectory([1], [k]), reward) for k, reward in enumerate(rewards)], other])
+    advantages = ESTIMATORS["grpo"](statistics(batch, 4), config.algorithm)
+    assert advantages.tolist() == pytest.approx([*expected, 0, 0, 0, 0], abs=1e-3)
+    record = record_of(batch, config)
+    votes = [reward for reward in rewards if reward is not None]
+    assert record.voting == len(votes) + 4 and record.reward_by_source["even"] == pytest.approx(np.mean(votes))
+    assert record.trained_tokens == len(votes) + 4
 
 
 def test_figures_of_a_step():

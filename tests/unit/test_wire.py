@@ -1,5 +1,7 @@
 """The wire format: what goes in comes out, arrays without a copy, and no bytes whatever do harm."""
 
+import tracemalloc
+
 import msgspec
 import numpy as np
 import pytest
@@ -85,6 +87,19 @@ def test_large_arrays_are_neither_copied_when_sent_nor_when_received():
     (back,) = CODEC.decode(received).arrays
     assert np.shares_memory(back, np.frombuffer(received[1].buffer, np.uint8))
     assert not back.flags.writeable
+
+
+def test_neither_side_takes_memory_in_proportion_to_what_it_carries():
+    # field report 57: 100 MB through encode and decode
+    array = np.zeros(25_000_000, dtype=np.float32)
+    tracemalloc.start()
+    try:
+        (back,) = CODEC.decode(CODEC.encode(Carry([array]))).arrays
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert back.nbytes == 100_000_000
+    assert peak < 100_000
 
 
 def test_small_arrays_lie_in_the_body_and_are_read_only_too():
