@@ -6,7 +6,8 @@ summary.json          the end of it, format 1
 logs/SERVICE.log
 checkpoints/step-00000040/   a model folder that transformers loads
 services/SERVICE.json        address and pid of a running service
-services/SERVICE.lock        held while it runs
+services/SERVICE.lock        held while it runs; its pid
+trainer.epoch                how often a trainer was started: older ones are refused
 previous/1/                  what an earlier run of the same name left
 """
 
@@ -45,14 +46,18 @@ class RunDir:
     @contextlib.contextmanager
     def claim(self, service: str) -> Iterator[None]:
         """Hold `service` of this run for this process; UserError while another process does."""
-        with (self._services / f"{service}.lock").open("a") as lock:
+        with (self._services / f"{service}.lock").open("a+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
+                lock.seek(0)
                 raise UserError(
-                    f"{self.path}: its {service} is running already (pid {self.pid(service)}); "
+                    f"{self.path}: its {service} is running already (pid {lock.read()}); "
                     "stop it, or give this run another name"
                 ) from None
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
             yield
 
     def set_aside_previous(self, *, logs: bool = False) -> Path | None:

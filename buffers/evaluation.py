@@ -57,6 +57,6 @@ def _score(marked: list[list[Mark]]) -> SourceScore:
     return SourceScore(tasks=len(marked), mean_reward=_mean(samples), truncated=truncated)
 
 
-def _mean(marks: list[Mark]) -> float:
+def _mean(marks: list[Mark]) -> float | None:
     rewards = [mark.reward for mark in marks if mark.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else 0.0
+    return sum(rewards) / len(rewards) if rewards else None

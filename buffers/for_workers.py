@@ -175,12 +175,22 @@ class ForWorkers:
         return LeaseReply("accepted")
 
     def _restart_evaluations(self, version: int, now: float) -> None:
-        """A worker came with `version`: evaluations that nobody can reach any more begin again."""
-        behind = [e for e in self._core.state.evaluations.values() if not e.done and e.version < version]
+        """A worker came with `version`: evaluations that nobody can sample any more begin again.
+
+        Those whose samples are all made only wait for their scores. A task that waits for a second chance
+        abstains instead: one that fails every time would have all the others sampled again, version after version.
+        """
+        core = self._core
+        behind = [e for e in core.state.evaluations.values() if not e.done and e.version < version]
         if not behind:
             return
-        live = self._core.roster.live(now).values()
+        live = core.roster.live(now).values()
         versions = [worker.version for worker in live if worker.stage == "generate"]
         for evaluation in behind:
-            if min(versions) > evaluation.version:
-                self._core.begin_evaluation(evaluation.asked, max(versions), evaluation.restarted + 1)
+            waiting = [g for g in core.state.held_out.in_order("waiting") if g.asked == evaluation.asked]
+            if not waiting or min(versions) <= evaluation.version:
+                continue
+            if all(group.refilled or (group.failures and evaluation.restarted) for group in waiting):
+                core.record(*[events.Evaluated(group.id) for group in waiting])
+            else:
+                core.begin_evaluation(evaluation.asked, max(versions), evaluation.restarted + 1)

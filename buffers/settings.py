@@ -38,8 +38,8 @@ class Settings(Struct, frozen=True):
         largest = max(size, config.evaluation.samples if held_out else 0)
         if config.rollout.max_in_flight < largest:
             raise ConfigError(
-                f"rollout.max_in_flight = {config.rollout.max_in_flight}: a worker could never hold a group "
-                f"of {largest} (batch.group_size = {size}, evaluation.samples = {config.evaluation.samples})"
+                f"rollout.max_in_flight = {config.rollout.max_in_flight} holds no group of {largest} "
+                f"(batch.group_size = {size}, evaluation.samples = {config.evaluation.samples})"
             )
         return cls(
             groups=batch.groups,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from async_rl.actor.mailbox import refuse_public
+from async_rl.buffers.settings import Settings
 from async_rl.config import Config, bounds, load
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.schema import CustomGrader, FakeEngine
@@ -48,7 +49,7 @@ def facts(config: Config) -> Iterator[str]:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    for step in (_staleness, _batch, _sampling, _data, _model, _grader, _addresses, _memory):
+    for step in (_staleness, _batch, _groups, _sampling, _data, _model, _grader, _addresses, _memory):
         try:
             found = list(step(config))
         except UserError as error:
@@ -70,17 +71,15 @@ def _batch(config: Config) -> Iterator[str]:
             f"batch.mini_batches = {batch.mini_batches} does not divide batch.groups = {batch.groups}; "
             f"one of {divisors}"
         )
-    if batch.min_valid is not None and batch.min_valid > batch.group_size:
-        yield f"batch.min_valid = {batch.min_valid} is more than batch.group_size = {batch.group_size}"
-    if config.rollout.max_in_flight < batch.group_size:
-        yield (
-            f"rollout.max_in_flight = {config.rollout.max_in_flight} holds no group of "
-            f"batch.group_size = {batch.group_size}"
-        )
     if config.algorithm.aggregation == "seq-mean-token-sum-norm" and config.algorithm.horizon is None:
         yield "algorithm.aggregation = 'seq-mean-token-sum-norm' needs algorithm.horizon"
     if config.evaluation.every and not config.data.held_out:
         yield f"evaluation.every = {config.evaluation.every} needs data.held_out"
+
+
+def _groups(config: Config) -> Iterator[str]:
+    Settings.of(config, tasks=None, held_out=len(config.data.held_out))
+    yield from ()
 
 
 def _sampling(config: Config) -> Iterator[str]:

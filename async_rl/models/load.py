@@ -3,13 +3,10 @@
 import importlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_rl.config.schema import Model
 from async_rl.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_path(model: Model) -> Path:

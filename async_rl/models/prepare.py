@@ -40,9 +40,7 @@ def check(config: Config) -> None:
 
 def check_exclusive(config: Config) -> None:
     if config.warmup is not None and config.model.from_package is not None:
-        raise ConfigError(
-            f"model.from_package = '{config.model.from_package}' and [warmup]: give one of them"
-        )
+        raise ConfigError(f"model.from_package = '{config.model.from_package}' and [warmup]: give one of them")
 
 
 def convert_package(model: Model, report: Callable[[str], None]) -> Path:
@@ -58,7 +56,5 @@ def _gguf_of(model: Model) -> Path:
     assert model.from_package is not None
     source = packaged_gguf(model.from_package)
     if importlib.util.find_spec("gguf") is None:
-        raise UserError(
-            f"model.from_package = '{model.from_package}': reading .gguf files needs: pip install gguf"
-        )
+        raise UserError(f"model.from_package = '{model.from_package}': reading .gguf files needs: pip install gguf")
     return source

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 MARK = "warmup.json"
 FORMAT = 1  # of the training below; a change of it makes cached folders stale
-SEED_OFFSET = (
-    1_000_003  # added to the run's seed: the demonstrations come in another order than the run's tasks
-)
+SEED_OFFSET = 1_000_003  # added to the run's seed: the demonstrations come in another order than the run's tasks
 DEMONSTRATIONS = 16_384  # at most so many different ones, each with new noise whenever it is shown
 RAMP_STEPS = 20
 REPORTS = 6
@@ -103,9 +101,7 @@ def demonstrations(config: Config) -> list[Task]:
                 f"warmup.context = {settings.context}: prompt, answer and end of a task of "
                 f"'{task.source}' are {length} tokens"
             )
-    missing = missing_characters(
-        settings.characters, ((task.prompt or "") + (task.answer or "") for task in tasks)
-    )
+    missing = missing_characters(settings.characters, ((task.prompt or "") + (task.answer or "") for task in tasks))
     if missing:
         raise ConfigError(f"warmup.characters lacks {missing!r}, which the tasks contain")
     return tasks
@@ -140,15 +136,12 @@ def _train(
     rng = np.random.default_rng([config.seed, SEED_OFFSET])
     alphabet = np.unique(np.concatenate([example.answer for example in examples]))
     model = build_model(settings, tokenizer, config.seed).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     every = max(1, settings.steps // REPORTS)
     for step in range(settings.steps):
         chosen = rng.integers(len(examples), size=settings.batch_size)
         batch = [
-            Example(e.prompt, add_noise(e.answer, alphabet, settings.noise, rng))
-            for e in (examples[i] for i in chosen)
+            Example(e.prompt, add_noise(e.answer, alphabet, settings.noise, rng)) for e in (examples[i] for i in chosen)
         ]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step)
@@ -186,17 +179,13 @@ def answer_loss(model: Any, batch: list[Example], end: int) -> "torch.Tensor":
         cache.batch_repeat_interleave(len(batch))
     # Padding stands on the right: no token that counts can see it, so no mask is needed.
     logits = model(input_ids=ids[:, :-1], cache=cache, use_cache=cache is not None).logits
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100
-    )
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
 
 
 def _shared_prefix(rows: list[list[int]]) -> int:
     """Length of the longest beginning that all rows have in common."""
     first, last = min(rows), max(rows)
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last))
-    )
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
 def _save(model: Any, tokenizer: Any, config: Config, folder: Path) -> None:

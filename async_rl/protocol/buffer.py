@@ -214,7 +214,7 @@ class GetEvaluation(Message, frozen=True):
 
 class SourceScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tasks: int
-    mean_reward: float  # over voting samples
+    mean_reward: float | None  # over voting samples; None without one
     truncated: float  # share of samples stopped by length
 
 
@@ -226,7 +226,7 @@ class EvaluationReport(Message, frozen=True):
     restarted: int
     samples: int
     voting: int
-    mean_reward: float
+    mean_reward: float | None
     sources: dict[str, SourceScore]
 
 

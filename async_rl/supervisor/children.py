@@ -61,7 +61,7 @@ async def stop_in_order(children: Iterable[Child], stop_s: float) -> None:
             child.process.terminate()
         await wait_for(stopping, stop_s)
         for child in stopping:
-            child.signal(signal.SIGKILL)  # the whole group: graders and engines of a service that did not end itself
+            child.signal(signal.SIGKILL)  # the whole group; graders, in groups of their own, end with their service
             await child.process.wait()
 
 

@@ -5,7 +5,6 @@ is over when the trainer ends with status 0; any fatal end stops every other ser
 """
 
 import asyncio
-import contextlib
 import signal
 from collections import Counter
 from pathlib import Path
@@ -37,7 +36,7 @@ class Supervisor:
         """Returns when the run is over; raises the error of the service that ended it, or Interrupted."""
         interrupted = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             loop.add_signal_handler(number, interrupted.set)
         live = asyncio.create_task(self._live.show(), name="live line")
         try:
@@ -47,8 +46,7 @@ class Supervisor:
             await wait_for(self._children.values(), self._config.services.stop_s)
         finally:
             live.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await live
+            await asyncio.wait({live})  # however it ended (a closed terminal, say): the services are stopped
             await stop_in_order(self._children.values(), self._config.services.stop_s)
             for watcher in self._watchers:
                 watcher.cancel()
@@ -106,6 +104,12 @@ class Supervisor:
 
     def _log_of(self, role: Role) -> Path:
         return self._run.logs / f"{role.name}.log"
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Ctrl-C, SIGTERM, and a terminal that closes, unless that is ignored (nohup)."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
 
 
 def _how(status: int) -> str:

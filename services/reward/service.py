@@ -68,7 +68,8 @@ class RewardService(Service):
             beat.cancel()
 
     async def _keep_leases(self, buffer: Remote) -> None:
-        """Say each heartbeat which leases are held; drop those that are no longer ours."""
+        """Say each heartbeat, thrice in a lease at least, what is held; drop what is no longer ours."""
+        every_s = min(self.config.services.heartbeat_s, self.config.services.lease_s / 3)
         while True:
             held = [
                 (lease.id, min(trajectory.oldest_version for _, trajectory in lease.trajectories))
@@ -79,7 +80,7 @@ class RewardService(Service):
                 self._drop(lease_id, reason)
             if reply.ended:
                 self._end()
-            await asyncio.sleep(self.config.services.heartbeat_s)
+            await asyncio.sleep(every_s)
 
     async def _grade(self, lease: ScoreLease, pool: GraderPool, buffer: Remote) -> None:
         async with asyncio.TaskGroup() as members:

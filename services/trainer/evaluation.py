@@ -29,10 +29,14 @@ class Evaluations:
         self._tasks = tasks
         self._record = record
         self._wait_s = wait_s
+        self._asked: set[int] = set()
         self._pending: dict[int, asyncio.Task[None]] = {}
 
     async def start(self, version: int) -> None:
-        """Have the held-out tasks scored with exactly the weights of `version`."""
+        """Have the held-out tasks scored with exactly the weights of `version`; asked again, nothing happens."""
+        if version in self._asked:
+            return
+        self._asked.add(version)
         await self._buffer.ask(Evaluate(version))
         task = self._tasks.create_task(self._collect(version), name=f"evaluation of version {version}")
         self._pending[version] = task

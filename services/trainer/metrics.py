@@ -75,7 +75,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="evalu
     version: int
     asked: int
     restarted: int
-    mean_reward: float
+    mean_reward: float | None  # null where no sample votes
     voting: int
     samples: int
     sources: dict[str, SourceScore]

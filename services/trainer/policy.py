@@ -106,8 +106,7 @@ class Policy:
     def _reduce_gradients(self) -> float:
         """Gradients summed over the ranks; their global norm.
 
-        A parameter without one gets zeros, so that an update that needed no pass is the update by a gradient
-        of zero that it would be with the passes made.
+        A parameter without one gets zeros: another rank may have one.
         """
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -119,7 +118,11 @@ class Policy:
         rate = learning_rate(self.updates, self._total, self._settings)
         number, self.updates = self.updates, self.updates + 1
         skipped = None
-        if math.isfinite(norm):
+        if norm == 0.0:
+            # Nothing to learn here. AdamW would go on in the direction of older batches, and the less gradient
+            # comes, the longer its steps: one lucky sample and a few steps without any move a policy far.
+            pass
+        elif math.isfinite(norm):
             self._skipped_in_row = 0
             if norm > self._settings.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self._settings.max_grad_norm, torch.tensor(norm))

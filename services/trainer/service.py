@@ -94,7 +94,7 @@ class TrainerService(Service):
             ended = await self._train(buffer, evaluations)
             await self._close(buffer, evaluations, ended)
             announcing.cancel()
-        await relay.ask(Stop(f"the run is over: {ended}"))
+        await self._dismiss(relay, ended)
         self._stage = "done"
 
     async def _train(self, buffer: Remote, evaluations: Evaluations) -> str:
@@ -193,6 +193,7 @@ class TrainerService(Service):
             await evaluations.finish()
         self._stage = "closing"
         report = await self._report(buffer)
+        generated_s = time.monotonic() - self._started
         final = summary(
             self.config,
             self._steps,
@@ -201,11 +202,20 @@ class TrainerService(Service):
             ended=ended,
             failed_publications=self._failed_publications,
             wall_s=wall_s,
+            generated_s=generated_s,
             checkpoint=checkpoint,
         )
         write(self.run.summary, final)
         if report is not None:
             await buffer.ask(Close(ended))
+
+    async def _dismiss(self, relay: Remote, ended: str) -> None:
+        """The relay may go. One that is gone already makes no failure of a run that is complete."""
+        try:
+            async with asyncio.timeout(self.config.services.stop_s / 2):
+                await relay.ask(Stop(f"the run is over: {ended}"))
+        except (TimeoutError, AsyncRLError) as error:
+            log.warning("weight_sync was not told of the end: %s", error or "it is gone")
 
     async def _report(self, buffer: Remote) -> BufferReport | None:
         """The buffer's figures; None where an ordered stop has taken the buffer away already."""
@@ -232,7 +242,8 @@ class TrainerService(Service):
         self._evaluations.append(record)
         self._evaluations.sort(key=lambda e: e.version)
         self._metrics.write(record)
-        log.info("held-out: version %d, mean reward %.3f", record.version, record.mean_reward)
+        reward = "unknown" if record.mean_reward is None else f"{record.mean_reward:.3f}"
+        log.info("held-out: version %d, mean reward %s", record.version, reward)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -48,7 +48,7 @@ class Summary(msgspec.Struct, frozen=True):
     reward_first: float | None  # mean over the first and last tenth of the steps
     reward_last: float | None
     groups: Groups | None
-    tokens_generated: int | None
+    tokens_generated: int | None  # those of evaluations too
     tokens_trained: int
     tokens_generated_per_s: float | None
     tokens_trained_per_s: float
@@ -73,8 +73,10 @@ def summary(
     ended: str,
     failed_publications: int,
     wall_s: float,
+    generated_s: float,
     checkpoint: Path | None,
 ) -> Summary:
+    """wall_s: from the first draw to the last step; generated_s: to `report`, which counts the last evaluation."""
     limits = bounds(config)
     lags: Counter[int] = sum((Counter(step.lag_histogram) for step in steps), start=Counter())
     trained = sum(step.trained_tokens for step in steps)
@@ -96,7 +98,7 @@ def summary(
         groups=_groups(report),
         tokens_generated=generated,
         tokens_trained=trained,
-        tokens_generated_per_s=generated / wall_s if generated is not None else None,
+        tokens_generated_per_s=generated / generated_s if generated is not None else None,
         tokens_trained_per_s=trained / wall_s,
         idle_trainer=sum(step.draw_wait_s for step in steps) / wall_s,
         idle_rollout=idle_share(rollouts),
@@ -116,7 +118,8 @@ def write(path: Path, value: Summary) -> None:
 
 
 def held_out(evaluations: list[EvaluationRecord], *, last: int) -> HeldOut:
-    curve = sorted({record.version: record.mean_reward for record in evaluations}.items())
+    known = {e.version: e.mean_reward for e in evaluations if e.mean_reward is not None}
+    curve = sorted(known.items())
     scores = dict(curve)
     return HeldOut(before=scores.get(0), after=scores.get(last) if last else None, curve=curve)
 

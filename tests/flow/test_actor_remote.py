@@ -278,7 +278,6 @@ def test_a_big_array_arrives_whole_and_does_not_stall_the_heartbeats_of_others()
                     answered += 1
                 assert await big == LeaseReply("accepted")
             serve.cancel()
-        print("answered", answered)
         assert answered > 3  # it is under way for many of them
         assert np.array_equal(seen[0], array)
         assert not seen[0].flags.writeable

@@ -173,6 +173,9 @@ class Relay:
         self.events, self.folder, self.refused = events, folder, refused
         self.visible = []
 
+    async def stop(self):
+        return Done()
+
     async def handle(self, request):
         match request:
             case Offer(version=version) if version in self.refused:
@@ -195,13 +198,11 @@ async def ring(config, buffer, relay, while_running=None):
     service = TrainerService(config, "trainer")
     service.run.create()
     run = run_id(service.run)
-    stopped = asyncio.Event()
 
     async def of_relay(request):
         if isinstance(request, Stop):
             relay.events.append("stop weight_sync")
-            stopped.set()
-            return Done()
+            return await relay.stop()
         return await relay.handle(request)
 
     first = Mailbox("", "buffer", BufferRequest, BufferReply, buffer.handle, run=run)
@@ -291,7 +292,8 @@ def test_a_batch_that_does_not_come_ends_the_run_and_says_what_is_missing(tmp_pa
 def test_the_run_ends_early_where_the_data_ends(tmp_path):
     events = []
     service = run(configuration(tmp_path), Buffer(events, batches=2, after="ended"), Relay(events, tmp_path))
-    assert events[-3:] == ["evaluate 2", "close: the data ended", "stop weight_sync"]
+    assert events[-5:] == ["finish 1", "publish 2", "evaluate 2", "close: the data ended", "stop weight_sync"]
+    assert [line["version"] for line in metrics_of(service, "evaluation")] == [0, 2]
     summary = json.loads(service.run.summary.read_text())
     assert summary["steps"] == 2 and summary["ended"] == "the data ended"
     assert summary["held_out"]["after"] == 0.2
@@ -312,6 +314,18 @@ def test_an_evaluation_that_never_comes_does_not_hold_up_the_end(tmp_path):
     service = run(config, Silent(events), Relay(events, tmp_path))
     assert events[-2:] == ["close: max_steps", "stop weight_sync"]
     assert json.loads(service.run.summary.read_text())["held_out"]["after"] is None
+
+
+def test_a_relay_that_dies_at_the_very_end_makes_no_failure_of_the_run(tmp_path):
+    class Dead(Relay):
+        async def stop(self):
+            await asyncio.sleep(60)
+
+    events = []
+    config = configuration(tmp_path, max_steps=1, services={"ask_s": 20, "connect_s": 20, "stop_s": 0.5})
+    service = run(config, Buffer(events), Dead(events, tmp_path))
+    assert events[-2:] == ["close: max_steps", "stop weight_sync"]
+    assert json.loads(service.run.summary.read_text())["ended"] == "max_steps"
 
 
 def test_an_ordered_stop_while_waiting_for_a_draw_leaves_a_checkpoint_and_a_summary(tmp_path):

@@ -2,9 +2,11 @@
 
 import pytest
 
+from async_rl.buffers.evaluation import report
 from async_rl.buffers.for_trainer import Ended
 from async_rl.buffers.machine import Machine
 from async_rl.errors import AsyncRLError
+from async_rl.trajectory import Score, Task
 from tests.unit.buffer_material import (
     generate,
     grade,
@@ -51,7 +53,8 @@ def test_an_evaluation_whose_version_is_gone_starts_again_at_the_newest() -> Non
     train(machine, 0)
     rollout(machine, 8, at=1, now=10.0)  # rollout-1 still lives at version 0: no restart
     assert machine.state.evaluations[0].version == 0
-    leases = rollout(machine, 8, at=1, now=31.0)  # rollout-1 is silent for longer than lease_s
+    machine.workers.lapse(now=31.0)  # rollout-1 is silent for longer than lease_s
+    leases = rollout(machine, 8, at=1, now=31.0)
     assert machine.state.evaluations[0].version == 1
     again = [lease for lease in leases if lease.id.group < 0]
     assert [lease.id.group for lease in again] == [-3, -4]
@@ -72,6 +75,65 @@ def test_a_held_out_sample_without_a_score_is_made_again_then_abstains() -> None
     done = machine.trainer.evaluation(0)
     assert done is not None
     assert [mark.reward for marks in done.marks.values() for mark in marks] == [None, None]
+
+
+def test_an_evaluation_that_only_waits_for_its_scores_does_not_start_again() -> None:
+    machine = evaluating()
+    machine.trainer.evaluate(0)
+    for lease in rollout(machine, 3, at=0):
+        generate(machine, lease, at=0)
+    training = next(iter(machine.state.training.groups))
+    (lease,) = [m for m in machine.workers.acquire("reward-1", "r", "score", 1, -1, 0.0) if m.id.group != training]
+    grade(machine)  # all others
+    train(machine, 0)
+    assert all(lease.id.group >= 0 for lease in rollout(machine, 8, at=1))
+    assert machine.state.evaluations[0].restarted == 0
+    machine.workers.finish_score("reward-1", "r", lease.id, 0, Score(1.0), 0.0)
+    done = machine.trainer.evaluation(0)
+    assert done is not None and (done.version, done.restarted) == (0, 0)
+
+
+def test_a_held_out_sample_never_scored_has_no_evaluation_start_again() -> None:
+    machine = evaluating()
+    machine.trainer.evaluate(0)
+    for lease in rollout(machine, 3, at=0):
+        generate(machine, lease, at=0)
+    failed = machine.workers.acquire("reward-0", "r", "score", 1, -1, 0.0)[0]
+    machine.workers.finish_score("reward-0", "r", failed.id, 0, Score(None, "failed"), 0.0)
+    grade(machine)
+    train(machine, 0)
+    rollout(machine, 8, at=1)  # version 0, at which the sample would be made again, is gone
+    done = machine.trainer.evaluation(0)
+    assert done is not None and (done.version, done.restarted) == (0, 0)
+    assert [mark.reward for _, marks in sorted(done.marks.items(), reverse=True) for mark in marks] == [1.0, None]
+
+
+def test_a_held_out_task_that_always_fails_has_the_others_sampled_again_once() -> None:
+    machine = evaluating()
+    machine.trainer.evaluate(0)
+    for version in range(3):
+        for lease in rollout(machine, 3, at=version):
+            if machine.state.pool(lease.id.group).groups[lease.id.group].position == 0 and lease.id.group < 0:
+                machine.workers.fail("rollout-0", "i", lease.id, None, "the prompt is too long", 0.0)
+            else:
+                generate(machine, lease, at=version)
+        grade(machine)
+        train(machine, version)
+    done = machine.trainer.evaluation(0)
+    assert done is not None and (done.version, done.restarted) == (1, 1)
+
+
+def test_an_evaluation_without_a_vote_has_no_score() -> None:
+    machine = evaluating(max_failures=1)
+    machine.trainer.evaluate(0)
+    for lease in rollout(machine, 2, at=0):
+        machine.workers.fail("rollout-0", "i", lease.id, None, "engine died", 0.0)
+    done = machine.trainer.evaluation(0)
+    assert done is not None
+    tasks = [Task(index=i, source="words", prompt="p") for i in range(2)]
+    report_of = report(done, tasks)
+    assert (report_of.mean_reward, report_of.voting, report_of.samples) == (None, 0, 2)
+    assert report_of.sources["words"].mean_reward is None
 
 
 def test_a_held_out_task_that_no_worker_can_sample_abstains() -> None:

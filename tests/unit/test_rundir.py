@@ -36,7 +36,7 @@ def test_a_service_runs_once_in_a_run(tmp_path: Path) -> None:
     code = f"from async_rl.rundir import RunDir\nwith RunDir({str(run.path)!r}).claim('buffer'): pass"
     with run.claim("buffer"):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-        assert "its buffer is running already" in done.stderr
+        assert f"its buffer is running already (pid {os.getpid()})" in done.stderr
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -1,3 +1,4 @@
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from async_rl.protocol.control import ServiceStatus
 from async_rl.supervisor.children import last_error
 from async_rl.supervisor.report import Rates, live_text
 from async_rl.supervisor.roster import STOP_ORDER, roster
+from async_rl.supervisor.supervisor import stop_signals
 from async_rl.supervisor.verdict import verdict
 
 
@@ -154,9 +156,22 @@ def test_overrides_stand_anywhere_on_the_command_line(words: list[str]) -> None:
     assert (options.run, options.quiet, options.overrides) == ("run.toml", True, ["seed=1", "mode=sync"])
 
 
-@pytest.mark.parametrize("words", [["train", "run.toml", "--quite"], ["train", "run.toml", "--quiet", "sync"], ["trian"]])
+@pytest.mark.parametrize(
+    "words", [["train", "run.toml", "--quite"], ["train", "run.toml", "--quiet", "sync"], ["trian"]]
+)
 def test_a_word_the_command_line_does_not_know_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_command(words)
     assert end.value.code == 2
     assert capsys.readouterr().err
+
+
+def test_a_terminal_that_closes_stops_the_run_unless_that_is_ignored() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert stop_signals() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        assert stop_signals() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)

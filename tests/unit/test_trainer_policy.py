@@ -266,3 +266,15 @@ def test_only_matrices_decay():
 def test_one_rank_is_the_identity():
     values = torch.tensor([1.0, 2.0])
     assert Ranks().sum_(values) is values and Ranks().max_(values) is values
+
+
+def test_an_update_without_any_gradient_moves_nothing():
+    config = configuration(trainer={"learning_rate": 1e-2})
+    policy = Policy(tiny_llama(), config)
+    policy.update(random_samples(4), Objective.of(config))  # momentum that an empty update could go on with
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    empty = [sample(trajectory([1], [2, 3]), advantage=0.0) for _ in range(3)]
+    update = policy.update(empty, Objective.of(config))
+    assert update.gradient_norm == 0.0 and update.skipped is None
+    assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+    assert policy.updates == 2  # the schedule goes on
