@@ -1,6 +1,7 @@
 """`async-rl serve SERVICE RUN.toml`: one service, wherever you like."""
 
 import os
+import signal
 from collections.abc import Sequence
 
 from async_rl.actor.process import PARENT, die_with_parent
@@ -12,7 +13,8 @@ from async_rl.rundir import RunDir
 
 def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) -> int:
     """Run the service until its run ends; its exit status."""
-    die_with_parent(os.environ.get(PARENT))
+    # The relay stops in order: its slots in shared memory would outlive it.
+    die_with_parent(os.environ.get(PARENT), signal.SIGTERM if service == "weight-sync" else signal.SIGKILL)
     config = load(path, overrides)
     run = RunDir.of(config)
     name = service_name(config, service, index)

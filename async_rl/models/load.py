@@ -34,7 +34,7 @@ def load_policy(model: Model, *, device: str = "cpu") -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a log file, or a user's terminal, is no place for it
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a log file, or a user's terminal, is no place for it
     path = check_path(model)
     dtype: torch.dtype = getattr(torch, model.dtype)
     where, extra = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})

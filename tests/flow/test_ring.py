@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.weights.slot import Slots
 from tests.flow import ring
 
 pytestmark = pytest.mark.timeout(180)
@@ -162,6 +163,7 @@ def test_a_supervisor_that_is_killed_takes_its_services_along(folder: Path) -> N
     process.kill()
     process.wait()
     ring.until(lambda: not ring.left_over(folder), "the end of every service", timeout=10)
+    assert Slots("/dev/shm", folder / "runs" / "ring").remove() == 0  # what is in shared memory outlives processes
 
 
 def test_five_services_by_hand_in_any_order(folder: Path) -> None:
