@@ -158,7 +158,7 @@ class ForWorkers:
         self._core.record(result if wrong is None else events.MemberFailed(lease, member, wrong))
         self._core.follow(lease.group, wrong or "")
         self._core.state.check()
-        return LeaseReply("accepted") if wrong is None else LeaseReply("revoked", wrong)
+        return LeaseReply("accepted") if wrong is None else LeaseReply("refused", wrong)
 
     def _note_version(self, held: Lease, version: int) -> LeaseReply:
         """The lease's oldest token has `version`; one that it may not have costs the lease."""

@@ -278,12 +278,10 @@ class BufferService(Service):
         )
 
     def _drawn(self, batch: Batch, step: int) -> messages.Drawn:
-        state, settings = self._machine.state, self._machine.settings
-        bound = settings.hard_max
+        state = self._machine.state
         return messages.Drawn(
             step=step,
             groups=[self._drawn_group(group) for group in batch.groups],
-            bound=max(group.eta for group in batch.groups) if bound is None else bound,
             dropped_stale=state.dropped.get("stale", 0),
             failed=sum(state.failed.values()),
             sequence=step - batch.step,
@@ -291,7 +289,9 @@ class BufferService(Service):
 
     def _drawn_group(self, group: Group) -> messages.DrawnGroup:
         members = [messages.DrawnMember(m, group.trajectories[m], group.scores[m]) for m in group.wanted]
-        return messages.DrawnGroup(group.id, group.attempt, self._task(group), group.eta, members)
+        hard_max = self._machine.settings.hard_max
+        bound = group.eta if hard_max is None else hard_max
+        return messages.DrawnGroup(group.id, group.attempt, self._task(group), bound, members)
 
     def _task(self, group: Group) -> Task:
         return self._tasks.task(group.position) if group.id >= 0 else self._held_out[group.position]

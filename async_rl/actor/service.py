@@ -152,8 +152,8 @@ def run_service(service: Service) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     cause: BaseException | None = None
     try:
-        with Watchdog(service) as watchdog, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_until_over(service, watchdog))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_until_over(service, Watchdog(service)))
     except BaseException as error:  # whatever ends a service is said in the last line of its log
         cause = first_cause(error)
     gc.collect()  # what asyncio has to say of forgotten tasks comes before the last line, not after it
@@ -169,6 +169,7 @@ async def _until_over(service: Service, watchdog: "Watchdog") -> None:
         await service.main()
     finally:
         waiting.cancel()
+        watchdog.start()
 
 
 class Watchdog:
@@ -181,16 +182,15 @@ class Watchdog:
     async def wait(self) -> None:
         """Begin to count at the ordered stop."""
         await self._service.stopping.wait()
-        self._timer = threading.Timer(2 * self._service.config.services.stop_s, self._bite)
-        self._timer.daemon = True
-        self._timer.start()
+        self.start()
 
-    def __enter__(self) -> "Watchdog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def start(self) -> None:
+        """Begin to count, unless begun. Nobody takes this back: a thread that hangs keeps the interpreter from
+        ending, long after the service's last word."""
+        if self._timer is None:
+            self._timer = threading.Timer(2 * self._service.config.services.stop_s, self._bite)
+            self._timer.daemon = True
+            self._timer.start()
 
     def _bite(self) -> None:
         name, stop_s = self._service.name, self._service.config.services.stop_s

@@ -41,6 +41,11 @@ def facts(config: Config) -> Iterator[str]:
     )
     lag = limits.hard_max if limits.hard_max is not None else limits.eta
     yield f"mode {config.mode}: no trained token lags more than {lag} ({limits.on_exceed}), at most {held} groups held"
+    if config.model.dtype != "float32":
+        yield (
+            f"model.dtype = '{config.model.dtype}': the optimizer works on these weights, without a float32 copy: "
+            "updates much smaller than a weight are lost in rounding"
+        )
     memory = estimate(config)
     if memory is not None:
         yield f"memory: {memory.describe()}"
@@ -49,7 +54,7 @@ def facts(config: Config) -> Iterator[str]:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    for step in (_staleness, _batch, _groups, _sampling, _data, _model, _grader, _addresses, _memory):
+    for step in (_staleness, _batch, _groups, _sampling, _devices, _data, _model, _grader, _addresses, _memory):
         try:
             found = list(step(config))
         except UserError as error:
@@ -89,6 +94,21 @@ def _sampling(config: Config) -> Iterator[str]:
             f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}: the fake engine cannot tell which ids "
             "survive truncation, so the trainer could not renormalise; use top_p = 1 and top_k = 0"
         )
+
+
+def _devices(config: Config) -> Iterator[str]:
+    engine = config.rollout.engine
+    asked = {"trainer.device": config.trainer.device}
+    if not isinstance(engine, FakeEngine):
+        asked["rollout.engine.device"] = engine.device
+    for key, device in asked.items():
+        if device != "cpu":
+            import torch
+
+            try:
+                torch.empty(0, device=device)
+            except (RuntimeError, AssertionError) as error:
+                yield f"{key} = '{device}': {str(error).splitlines()[0]}"
 
 
 def _model(config: Config) -> Iterator[str]:

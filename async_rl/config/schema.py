@@ -276,7 +276,7 @@ class Services(Table, frozen=True):
     ask_s: Seconds = 60.0  # until an answer must have come
     heartbeat_s: Seconds = 1.0
     lease_s: Seconds = 30.0  # a lease lapses when its holder is silent for so long
-    stop_s: Seconds = 10.0  # of an ordered stop, before SIGKILL
+    stop_s: Seconds = 30.0  # of an ordered stop, before SIGKILL; more than a step and a checkpoint take
     max_failures: Positive = 8  # failures in a row (attempts of a group, deaths of a worker) that end the run
 
 

@@ -14,7 +14,8 @@ from async_rl.protocol.control import ControlReply, ControlRequest
 from async_rl.trajectory import Score, Task, Trajectory
 
 Stage = Literal["generate", "score"]
-Outcome = Literal["accepted", "repeat", "revoked"]
+Outcome = Literal["accepted", "repeat", "refused", "revoked"]
+"""`refused`: this one result cannot be taken, the rest of the lease goes on; `revoked`: the lease is gone."""
 
 
 class LeaseId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,16 +162,15 @@ class DrawnGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: int
     attempt: int
     task: Task
-    eta: int  # the bound this group was admitted under
+    bound: int  # largest lag of a token in the loss: the eta of its admission, or hard_max under `correct`
     members: list[DrawnMember]
 
 
 class Drawn(Message, frozen=True):
-    """The batch of `step`, in deadline and admission order. A token whose lag exceeds `bound` leaves the loss."""
+    """The batch of `step`, in deadline and admission order."""
 
     step: int
     groups: list[DrawnGroup]
-    bound: int  # eta, or hard_max under `correct`
     dropped_stale: int  # groups dropped(stale) so far
     failed: int  # groups failed so far
     sequence: int = 0  # of `reuse`: this draw is trained for the (sequence + 1)-th time

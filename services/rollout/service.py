@@ -17,7 +17,7 @@ from async_rl.actor.remote import Remote
 from async_rl.actor.service import Service
 from async_rl.config.modes import bounds
 from async_rl.config.schema import Config
-from async_rl.errors import ConfigError, DeadlineExceeded, EngineDied, PeerRefused, WorkRevoked
+from async_rl.errors import ConfigError, DeadlineExceeded, EngineDied, PeerRefused, PublicationError, WorkRevoked
 from async_rl.protocol.buffer import (
     Acquire,
     BufferReply,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 GRANT_S = 0.5  # an update waits for a grant under way, so that no lease is granted for weights just replaced
 FETCH_S = 5.0
+REFUSAL_S = 0.5
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class RolloutService(Service):
         self._meter = Meter(time.monotonic())
         self._granting = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._refusals = 0  # publications in a row that could not be taken
         self._newer = False  # a version is out that this worker has yet to load
         self._ended = False
         self._engine: Engine
@@ -163,6 +165,8 @@ class RolloutService(Service):
         reply = await self._ask(finish, LeaseReply)
         if reply.outcome == "revoked":
             raise WorkRevoked(reply.reason)
+        if reply.outcome == "refused":
+            log.warning("%s: group %d member %d: %s", self.name, lease.id.group, member, reply.reason)
         self._meter.finished(len(completion.tokens))
 
     def _prompt(self, held: Held) -> list[int] | str:
@@ -223,13 +227,26 @@ class RolloutService(Service):
             self._newer = True
             async with self._granting:
                 if self._may_update():
-                    await self._update(received)
-                    self._newer = False
-                    self._changed.set()
+                    await self._try_update(received)
                     continue
             # Nobody sits on a slot of the relay: by the time this worker is done, there may be a newer one.
             await self._weights.release(received)
             await self._until(self._may_update)
+
+    async def _try_update(self, received: "Received") -> None:
+        """A version that cannot be taken leaves the worker on its old one; a few in a row are too many."""
+        try:
+            await self._update(received)
+        except PublicationError as error:
+            self._refusals += 1
+            if self._refusals >= self.config.services.max_failures:
+                raise
+            log.warning("%s: stays at version %d: %s", self.name, self.version, error)
+            await asyncio.sleep(REFUSAL_S)
+            return
+        self._refusals = 0
+        self._newer = False
+        self._changed.set()
 
     async def _update(self, received: "Received") -> None:
         async def read(apply: Apply) -> int:

@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import logging
 import random
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -165,9 +166,14 @@ class TransformersEngine:
 
     async def close(self) -> None:
         self._watching.cancel()
-        stop = partial(self._manager.stop, hard_stop=True, timeout=STOP_S)
         if self._manager.is_running():
-            await self._loop.run_in_executor(self._pauser, stop)
+            # Not in the pauser: it may still wait for a generation thread that makes no step.
+            stop = partial(self._manager.stop, hard_stop=True, timeout=STOP_S)
+            stopper = threading.Thread(target=stop, name="engine stop", daemon=True)
+            stopper.start()
+            until = self._loop.time() + 2 * STOP_S
+            while stopper.is_alive() and self._loop.time() < until:
+                await asyncio.sleep(0.02)
         self._pauser.shutdown(wait=False)
 
     def checksums(self) -> dict[str, int]:

@@ -10,7 +10,6 @@
 A masked token stays in the context. Reasons are counted in this order, each token once.
 """
 
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -65,11 +64,10 @@ def loss_mask(
     return Masked(loss, lag, left_out)
 
 
-def require_bound(masks: Iterable[Masked], bound: int) -> None:
+def require_bound(mask: Masked, bound: int) -> None:
     """The promise, looked at once more where it counts: InvariantError if a token over `bound` would be
     trained."""
-    for mask in masks:
-        if mask.loss.any() and int(mask.lag[mask.loss].max()) > bound:
-            raise InvariantError(
-                f"a token of lag {int(mask.lag[mask.loss].max())} would enter the loss; the bound is {bound}"
-            )
+    if mask.loss.any() and int(mask.lag[mask.loss].max()) > bound:
+        raise InvariantError(
+            f"a token of lag {int(mask.lag[mask.loss].max())} would enter the loss; the bound is {bound}"
+        )

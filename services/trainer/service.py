@@ -10,6 +10,7 @@ A publication that fails leaves the receivers on the version they have; the run 
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from async_rl.actor.remote import Remote
 from async_rl.actor.service import Service
 from async_rl.config.modes import bounds
 from async_rl.config.schema import Config
-from async_rl.errors import AsyncRLError, DeadlineExceeded, InvariantError, PublicationError
+from async_rl.errors import AsyncRLError, DeadlineExceeded, InvariantError, PeerRefused, PublicationError
 from async_rl.models.load import from_gguf, load_policy, load_tokenizer
 from async_rl.protocol.buffer import (
     BufferReply,
@@ -188,7 +189,8 @@ class TrainerService(Service):
             evaluations.cancel()
         else:
             if self.config.data.held_out and self.version:
-                await evaluations.start(self.version)
+                with contextlib.suppress(PeerRefused):  # a buffer that was closed from elsewhere
+                    await evaluations.start(self.version)
             self._stage = "waiting for the last evaluation"
             await evaluations.finish()
         self._stage = "closing"

@@ -39,7 +39,6 @@ def train_step(drawn: Drawn, policy: Policy, config: Config) -> StepResult:
         sample_of(member.trajectory, mask, own)
         for member, mask, own in zip(flat(drawn), masks, torch.split(advantages, members.lengths.tolist()), strict=True)
     ]
-    require_bound(masks, drawn.bound)
     updates = [
         policy.update(part, objective)
         for _ in range(config.batch.epochs)
@@ -68,18 +67,21 @@ def statistics(drawn: Drawn, group_size: int) -> Members:
 
 def judge(drawn: Drawn, config: Config) -> list[Masked]:
     """The loss mask of each member, its lag judged at this step (a draw may be trained at several)."""
-    on_exceed = bounds(config).on_exceed
-    return [
-        loss_mask(
-            member.trajectory,
-            member.score,
-            step=drawn.step,
-            bound=drawn.bound,
-            on_exceed=on_exceed,
-            truncated=config.algorithm.truncated,
-        )
-        for member in flat(drawn)
-    ]
+    on_exceed, truncated = bounds(config).on_exceed, config.algorithm.truncated
+    masks = []
+    for group in drawn.groups:
+        for member in group.members:
+            mask = loss_mask(
+                member.trajectory,
+                member.score,
+                step=drawn.step,
+                bound=group.bound,
+                on_exceed=on_exceed,
+                truncated=truncated,
+            )
+            require_bound(mask, group.bound)
+            masks.append(mask)
+    return masks
 
 
 def mini_batches(samples: Sequence[Sample], group_sizes: Sequence[int], parts: int) -> list[list[Sample]]:

@@ -213,7 +213,7 @@ def test_a_whole_run_with_workers_trainer_and_evaluations(tmp_path: Path) -> Non
             ]
             for step in range(config.max_steps):
                 drawn = await trainer.ask(Draw(step, 0, 10.0), 10.0)
-                assert isinstance(drawn, Drawn) and len(drawn.groups) == 2 and drawn.bound == 2
+                assert isinstance(drawn, Drawn) and len(drawn.groups) == 2 and drawn.groups[0].bound == 2
                 assert [len(group.members) for group in drawn.groups] == [SIZE, SIZE]
                 assert drawn.groups[0].task.prompt == f"{drawn.groups[0].task.index}?"
                 again = await trainer.ask(Draw(step, 0, 10.0), 10.0)

@@ -103,7 +103,7 @@ class Buffer:
             )
             for g in range(2)
         ]
-        return Drawn(step=step, groups=groups, bound=2, dropped_stale=1, failed=0)
+        return Drawn(step=step, groups=groups, dropped_stale=1, failed=0)
 
     async def handle(self, request):
         match request:

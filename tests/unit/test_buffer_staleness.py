@@ -196,7 +196,7 @@ def test_no_sample_mixes_versions_where_the_mode_promises_one() -> None:
         train(machine, step)
     (lease,) = rollout(machine, 2, at=6)
     mixed = machine.workers.finish_generate("rollout-0", "i", lease.id, 0, trajectory((2, 1), (4, 1), (6, 1)), 0.0)
-    assert mixed.outcome == "revoked" and "mixes the versions [2, 4, 6]" in mixed.reason
+    assert mixed.outcome == "refused" and "mixes the versions [2, 4, 6]" in mixed.reason
     generate(machine, lease, at=6)
     (again,) = rollout(machine, 2, at=6)
     assert again.open == [0] and again.id == LeaseId(6, 1, "generate")

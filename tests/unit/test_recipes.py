@@ -16,6 +16,7 @@ from async_rl.models.warmup import demonstrations
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
+WARMED_UP = [path for path in RECIPES if load(path).warmup is not None]
 
 
 @pytest.fixture(params=RECIPES, ids=[path.stem for path in RECIPES])
@@ -52,10 +53,10 @@ def test_a_recipe_is_judged_on_256_tasks_that_are_never_trained(recipe: Path) ->
     assert not held_out & {stream.task(position).text for position in range(500)}
 
 
-def test_a_warm_up_reads_every_task_of_its_recipe(recipe: Path) -> None:
-    config = load(recipe)
-    if config.warmup is None:
-        pytest.skip("no [warmup] in it")
+@pytest.mark.parametrize("path", WARMED_UP, ids=lambda path: path.stem)
+def test_a_warm_up_reads_every_task_of_its_recipe(path: Path) -> None:
+    config = load(path)
+    assert config.warmup is not None
     check_shape(config.warmup)
     assert demonstrations(config)
     held_out = held_out_tasks(config.data)

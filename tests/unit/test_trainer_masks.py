@@ -39,7 +39,7 @@ def test_a_token_of_a_version_that_does_not_exist_yet_is_an_error():
 def test_a_stale_token_never_reaches_the_loss():
     loose = Masked(loss=np.array([True, True]), lag=np.array([0, 3]), left_out={})
     with pytest.raises(InvariantError, match="lag 3 would enter the loss; the bound is 2"):
-        require_bound([loose], 2)
+        require_bound(loose, 2)
 
 
 def test_non_finite_behaviour_logprobs_are_left_out_and_counted():

@@ -63,7 +63,7 @@ def drawn(groups, *, step=0, bound=0, sequence=0):
                 group=number,
                 attempt=0,
                 task=Task(index=number, source="even" if number % 2 == 0 else "odd", prompt="p"),
-                eta=bound,
+                bound=bound,
                 members=[
                     DrawnMember(m, t, Score(reward, "abstained" if reward is None else "graded"))
                     for m, (t, reward) in enumerate(members)
@@ -71,7 +71,6 @@ def drawn(groups, *, step=0, bound=0, sequence=0):
             )
             for number, members in enumerate(groups)
         ],
-        bound=bound,
         dropped_stale=0,
         failed=0,
         sequence=sequence,
