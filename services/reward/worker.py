@@ -5,13 +5,12 @@ grader's own children included, when the grader ends or the service dies. The se
 grades. Nothing heavy is imported before the fork.
 """
 
-import ctypes
 import os
 import signal
 import sys
 from typing import Any, BinaryIO, NoReturn
 
-PR_SET_PDEATHSIG = 1
+from async_rl.actor.process import die_with_parent
 
 
 def main(parent: int) -> NoReturn:
@@ -21,12 +20,12 @@ def main(parent: int) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an ordered stop is the service's business
-    die_with(parent, signal.SIGTERM)
+    die_with_parent(str(parent), signal.SIGTERM)
     keeper = os.getpid()
     grader = os.fork()
     if grader == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        die_with(keeper, signal.SIGKILL)
+        die_with_parent(str(keeper), signal.SIGKILL)
         with os.fdopen(inbox, "rb") as orders, os.fdopen(outbox, "wb", buffering=0) as answers:
             serve(orders, answers)
         sys.exit(0)
@@ -35,14 +34,6 @@ def main(parent: int) -> NoReturn:
     report(outbox, os.waitstatus_to_exitcode(status))
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("unreachable")
-
-
-def die_with(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send us `number` when `parent` dies; at once where it is dead already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os.killpg(0, signal.SIGKILL)
 
 
 def report(outbox: int, code: int) -> None:

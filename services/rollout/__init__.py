@@ -9,6 +9,7 @@ transformers_engine.py   continuous batching by Hugging Face transformers
   sampler.py             one token for each row of logits, and its log-probability
   live_weights.py        new weights into the live parameters
   prefixes.py            one prompt of a group computed once
+  paged_cache.py         the size of the cache, and how attention reads it
 fake_engine.py           scripted latency, no model
 backends.py              the engine that the configuration names
 """

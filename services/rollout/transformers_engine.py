@@ -30,9 +30,10 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 
 from async_rl.config.schema import Sampling
 from async_rl.config.schema import TransformersEngine as Settings
-from async_rl.errors import EngineDied, EngineFault, UserError
+from async_rl.errors import EngineDied, EngineFault
 from async_rl.models.attention import NAME as PACKED
 from async_rl.models.attention import use_packed_attention
+from async_rl.services.rollout import paged_cache
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights
 from async_rl.services.rollout.live_weights import LiveWeights
 from async_rl.services.rollout.prefixes import Prefills, forget, share_only
@@ -42,7 +43,6 @@ from async_rl.trajectory import StopReason
 WATCH_S = 0.25
 STALL_S = 300.0  # no forward pass takes so long
 STOP_S = 5.0
-CACHE_BYTES = 2**30  # of a cache whose size the configuration leaves open, at most
 ABANDONED = Row(Sampling(), False, 0.0)  # of a cancelled request that is still in this batch
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class TransformersEngine:
         self._live = LiveWeights(model.eval().requires_grad_(False))
         attention = use_packed_attention(model)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-        blocks = settings.num_blocks or default_blocks(model, settings, positions)
+        blocks = settings.num_blocks or paged_cache.default_blocks(model, settings, positions)
         self.context = min(positions, blocks * settings.page_size)
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(eos_token_id=sorted(end_tokens) or -1, pad_token_id=0),  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ class TransformersEngine:
         processor = self._manager.batch_processor
         processor.model_runner._sample = self._choose
         if attention == PACKED:
-            processor.cache.update = partial(_leave_in_pages, processor.cache)
+            processor.cache.update = partial(paged_cache.leave_in_pages, processor.cache)
         self._cache = processor.cache
         share_only(self._cache, self._shares)
         self._page_size = settings.page_size
@@ -336,35 +336,3 @@ class _Router(OutputRouter):
 
     def deliver_batch(self, outputs: list[Any]) -> None:
         self._loop.call_soon_threadsafe(self._settle, outputs)
-
-
-def _leave_in_pages(
-    cache: Any, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write new keys and values [1, Hk, T, D] to the paged cache and let attention read them where they lie.
-
-    The cache's own `update` copies all that was cached into one tensor first; attention then copies again to
-    batch sequences of like length.
-    """
-    allocator = cache.layer_to_allocator[layer]
-    if allocator.layer_type != "full_attention":
-        raise UserError(f"layer {layer} has {allocator.layer_type}, which this engine does not sample with")
-    read, write = (kwargs[name][allocator.index] for name in ("read_index", "write_index"))
-    kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"][allocator.layer_type]
-    kwargs["max_length_k"] = kwargs["max_length_k"][allocator.layer_type]
-    allocator.update(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, read[:0], write)
-    if not read.numel():
-        return key, value
-    kwargs["key_rows"] = read
-    keys, values = allocator.get_cache_for_block_table(layer)  # [pages, page size, Hk, D]
-    return keys.flatten(0, 1).transpose(0, 1)[None], values.flatten(0, 1).transpose(0, 1)[None]
-
-
-def default_blocks(model: Any, settings: Settings, positions: int) -> int:
-    """Pages for `max_requests` sequences as long as the context, within CACHE_BYTES; for one at least."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    block_bytes = 2 * heads * width * config.num_hidden_layers * model.dtype.itemsize * settings.page_size
-    sequence = -(-min(positions, 2**20) // settings.page_size)
-    return max(sequence, min(sequence * settings.max_requests, CACHE_BYTES // int(block_bytes)))
