@@ -96,7 +96,7 @@ class Buffer:
                 group=2 * step + g,
                 attempt=0,
                 task=Task(index=g, source="words", prompt="abc"),
-                eta=2,
+                bound=2,
                 members=[
                     DrawnMember(m, trajectory(max(step - m, 0), [7 + m, 8, 2]), Score(float(m))) for m in range(2)
                 ],
