@@ -55,6 +55,9 @@ def convert_package(model: Model, report: Callable[[str], None]) -> Path:
 def _gguf_of(model: Model) -> Path:
     assert model.from_package is not None
     source = packaged_gguf(model.from_package)
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError(f"model.from_package = '{model.from_package}': reading .gguf files needs: pip install gguf")
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"model.from_package = '{model.from_package}': reading .gguf files needs: pip install {' '.join(missing)}"
+        )
     return source
