@@ -16,7 +16,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
     ("recipe", "before", "after"),
     [
         ("quickstart", 0.4, 0.7),
-        ("smollm2_arithmetic", 0.05, 0.3),  # 0.42 and 0.44 as measured; the curve is noisy
+        ("smollm2_arithmetic", 0.05, 0.3),  # 0.38 to 0.44 as measured; the curve is noisy
     ],
 )
 def test_a_recipe_learns(tmp_path: Path, recipe: str, before: float, after: float) -> None:
