@@ -40,13 +40,14 @@ class Prefills(Generic[R]):
 
     def clear(self) -> list[R]:
         """Forget all; everyone who waited, in order."""
-        waiting = [request for followers in self._followers.values() for request in followers]
+        waiting = self.waiting
         self._leaders.clear()
         self._followers.clear()
         return waiting
 
     @property
     def waiting(self) -> list[R]:
+        """Everyone who waits, in order."""
         return [request for followers in self._followers.values() for request in followers]
 
 
