@@ -2,7 +2,9 @@
 
 AsyncRLError
  ├─ UserError            the user can mend it: printed as one line, exit status 2
- │   └─ ConfigError      a setting, its value, and the nearest right one
+ │   ├─ ConfigError      a setting, its value, and the nearest right one
+ │   └─ JournalFull      no room for the journal: the disk's, or journal.max_bytes
+ ├─ JournalDamaged       bytes of the journal that are not those that were written, and what they cost
  ├─ DeadlineExceeded     a wait ended without what it waited for; names the setting that governs it
  ├─ PeerRefused          the other side answered, and said no
  ├─ WireError            bytes that are no message of ours
@@ -30,6 +32,14 @@ class UserError(AsyncRLError):
 
 
 class ConfigError(UserError):
+    pass
+
+
+class JournalFull(UserError):
+    pass
+
+
+class JournalDamaged(AsyncRLError):
     pass
 
 

@@ -4,6 +4,7 @@ run.toml              the resolved configuration
 metrics.jsonl         one line a step, and one an evaluation
 summary.json          the end of it, format 1
 logs/SERVICE.log
+journal/events        what happened to the buffer
 checkpoints/step-00000040/   a model folder that transformers loads
 services/SERVICE.json        address and pid of a running service
 services/SERVICE.lock        held while it runs; its pid
@@ -15,7 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from async_rl.config.schema import Config
@@ -27,6 +28,7 @@ class RunDir:
         self.path = Path(path)
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
+        self.journal = self.path / "journal"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.config = self.path / "run.toml"
@@ -60,9 +62,18 @@ class RunDir:
             lock.flush()
             yield
 
-    def set_aside_previous(self, *, logs: bool = False) -> Path | None:
+    def runs(self, service: str) -> bool:
+        """Whether a process holds `service` of this run."""
+        try:
+            with self.claim(service):
+                return False
+        except UserError:
+            return True
+
+    def set_aside_previous(
+        self, names: Sequence[str] = ("metrics.jsonl", "summary.json", "checkpoints")
+    ) -> Path | None:
         """Move what an earlier run of this name left into previous/N/, and tell where; None if there is nothing."""
-        names = ["metrics.jsonl", "summary.json", "checkpoints"] + (["logs"] if logs else [])
         left = [self.path / name for name in names if _has_content(self.path / name)]
         if not left:
             return None

@@ -25,7 +25,7 @@
     core.py, machine.py              what they share, and the whole
     report.py      the conservation line, the table of groups, what a draw waits for
   around it:
-    journal.py     the seam where events become durable
+    journal/       where events become durable, and the state again
     service.py     the mailbox, long polls, the ticker
 
 Redo is `for event in journal: state.apply(event)`.

@@ -18,7 +18,9 @@ from async_rl.actor.service import Service
 from async_rl.buffers import evaluation, report
 from async_rl.buffers.for_trainer import Ended, Waiting
 from async_rl.buffers.group import Group, Lease
-from async_rl.buffers.journal import Journal, MemoryJournal
+from async_rl.buffers.journal import Journal
+from async_rl.buffers.journal.disk import DiskJournal
+from async_rl.buffers.journal.memory import MemoryJournal
 from async_rl.buffers.machine import Machine
 from async_rl.buffers.settings import Settings
 from async_rl.buffers.state import Batch
@@ -46,7 +48,7 @@ class Tasks(Protocol):
 
 
 class BufferService(Service):
-    """tasks, held_out, journal: for tests; by default what `config.data` names, in memory."""
+    """tasks, held_out, journal: for tests; by default what `config.data` names, and the run's journal."""
 
     kind = "buffer"
     requests, replies = messages.BufferRequest, messages.BufferReply
@@ -67,7 +69,7 @@ class BufferService(Service):
             tasks = data.TaskStream(config.data, config.seed) if tasks is None else tasks
             held_out = data.held_out_tasks(config.data) if held_out is None else held_out
         self._tasks, self._held_out = tasks, held_out
-        self._journal = MemoryJournal() if journal is None else journal
+        self._journal = journal
         self._machine = Machine(Settings.of(config, tasks=tasks.length, held_out=len(held_out)))
         self._changed = asyncio.Event()  # set at the next change, then replaced
         self._asking: dict[str, messages.Acquire] = {}  # the newest Acquire of each worker
@@ -77,6 +79,31 @@ class BufferService(Service):
         self.version = 0
 
     # --- life ----------------------------------------------------------------------------------------
+
+    async def main(self) -> None:
+        """What the journal holds is read before anybody can ask."""
+        self.run.create()
+        if self._journal is None:
+            self._journal = self._open_journal()
+        try:
+            await super().main()
+        finally:
+            await self._journal.close()
+
+    def _open_journal(self) -> Journal:
+        if not self.config.journal.enabled:
+            return MemoryJournal()
+        settings = self._machine.settings
+        journal, state = DiskJournal.open(self.run.journal, settings, self.config.journal.max_bytes)
+        self._machine = Machine(settings, state)
+        self.version = state.version
+        if state.broken is not None:
+            self._failure = AsyncRLError(state.broken)
+        if state.closed is not None or self._failure is not None:
+            self._ending.set()
+        if state.admitted:
+            log.info("%s: goes on at version %d: %s", self.name, state.version, report.conservation_line(self._machine))
+        return journal
 
     async def work(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -126,7 +153,13 @@ class BufferService(Service):
     async def _settle(self) -> None:
         """Make what happened durable and wake who waits for a change."""
         happened = self._machine.take()
-        await self._journal.append(happened)
+        assert self._journal is not None
+        try:
+            await self._journal.append(happened)
+        except AsyncRLError as error:  # nothing can be acknowledged any more
+            self._failure = self._failure or error
+            self._ending.set()
+            raise
         if not happened:
             return
         state = self._machine.state

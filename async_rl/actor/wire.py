@@ -89,7 +89,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 def decode_envelope(frame: Frame) -> Envelope:
     try:
-        return _envelope_decoder.decode(_bytes_of(frame))
+        return _envelope_decoder.decode(bytes_of(frame))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"no envelope: {_one_line(error)}") from None
 
@@ -118,7 +118,7 @@ class Codec:
         self._arrays = list(frames[1:])
         self._taken = set()
         try:
-            message = self._decoder.decode(_bytes_of(frames[0]))
+            message = self._decoder.decode(bytes_of(frames[0]))
         except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise WireError(f"malformed message: {_one_line(error)}") from None
         finally:
@@ -147,7 +147,7 @@ class Codec:
             case [str(dtype), list(shape), bytes(data)] if dtype in DTYPES:
                 raw: Any = data
             case [str(dtype), list(shape), int(k)] if dtype in DTYPES and 0 <= k < len(self._arrays):
-                raw = _bytes_of(self._arrays[k])
+                raw = bytes_of(self._arrays[k])
                 self._taken.add(k)
             case _:
                 raise ValueError("an array stands as [dtype, shape, frame]")
@@ -164,5 +164,5 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _bytes_of(frame: Frame) -> bytes | memoryview:
+def bytes_of(frame: Frame) -> bytes | memoryview:
     return frame.buffer if isinstance(frame, zmq.Frame) else frame

@@ -20,9 +20,17 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
     name = service_name(config, service, index)
     run.create()
     with run.claim(name):
-        if service == "trainer" and PARENT not in os.environ:
-            run.set_aside_previous()
+        if PARENT not in os.environ:
+            _set_aside_previous(run, service)
         return run_service(build(config, service, name))
+
+
+def _set_aside_previous(run: RunDir, service: str) -> None:
+    """By hand, trainer and buffer begin anew, unless the other one is at work already: then the journal is its."""
+    if service == "trainer":
+        run.set_aside_previous()
+    if (service == "trainer" and not run.runs("buffer")) or (service == "buffer" and not run.runs("trainer")):
+        run.set_aside_previous(("journal",))
 
 
 def service_name(config: Config, service: str, index: int) -> str:

@@ -23,7 +23,7 @@ def train(path: str, overrides: Sequence[str], *, quiet: bool = False) -> int:
     run = RunDir.of(config)
     run.create()
     with run.claim("supervisor"):
-        earlier = run.set_aside_previous(logs=True)
+        earlier = run.set_aside_previous(("metrics.jsonl", "summary.json", "checkpoints", "logs", "journal"))
         if earlier is not None:
             console.print(f"what an earlier run left is in {earlier}", highlight=False, markup=False)
         prepare(config, report=lambda text: console.print(text, highlight=False, markup=False))

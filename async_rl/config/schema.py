@@ -258,6 +258,13 @@ class WeightSync(Table, frozen=True):
     directory: str = "/dev/shm"
 
 
+class Journal(Table, frozen=True):
+    """What the buffer writes to the run's folder before it acknowledges anything."""
+
+    enabled: bool = True  # false: all in memory; a buffer that dies ends the run
+    max_bytes: Positive = 64 * 2**30  # on disk; reaching it ends the run
+
+
 class Evaluation(Table, frozen=True):
     every: NonNegative = 0  # steps; 0: only before and after
     samples: Positive = 1  # per held-out task
@@ -299,5 +306,6 @@ class Config(Table, frozen=True):
     reward: Reward = Reward()
     evaluation: Evaluation = Evaluation()
     weight_sync: WeightSync = WeightSync()
+    journal: Journal = Journal()
     services: Services = Services()
     warmup: Warmup | None = None

@@ -76,7 +76,14 @@ class Supervisor:
         deaths, limit = self._deaths[role.name], self._config.services.max_failures
         # The trainer writes the summary before it closes the buffer, so whoever ends after that does so in order.
         ending = role.service != "trainer" and self._run.summary.exists()
-        match verdict(role.service, status, ending=ending, deaths_in_a_row=deaths, max_failures=limit):
+        match verdict(
+            role.service,
+            status,
+            ending=ending,
+            deaths_in_a_row=deaths,
+            max_failures=limit,
+            journal=self._config.journal.enabled,
+        ):
             case "over":
                 return True
             case "ignore":

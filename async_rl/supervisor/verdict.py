@@ -5,7 +5,7 @@ Once the run is ending (its summary is written, or it is being stopped) any end 
 | service     | status 0                | status 2 (the user's) | anything else            |
 |-------------|-------------------------|-----------------------|--------------------------|
 | trainer     | the run is over         | fatal                 | fatal                    |
-| buffer      | fatal before the end    | fatal                 | fatal                    |
+| buffer      | fatal before the end    | fatal                 | restart after a signal, where it has a journal |
 | weight-sync | restart before the end  | fatal                 | restart, a few times     |
 | rollout     | restart before the end  | fatal                 | restart, a few times     |
 | reward      | restart before the end  | fatal                 | restart, a few times     |
@@ -19,15 +19,19 @@ RESTARTABLE = ("rollout", "reward", "weight-sync")
 USER_STATUS = 2
 
 
-def verdict(service: str, status: int, *, ending: bool, deaths_in_a_row: int, max_failures: int) -> Verdict:
+def verdict(
+    service: str, status: int, *, ending: bool, deaths_in_a_row: int, max_failures: int, journal: bool
+) -> Verdict:
     """`ending`: the trainer is done or the run is being stopped. `deaths_in_a_row` counts this one.
 
-    `status` is the exit status, negative for a signal.
+    `status` is the exit status, negative for a signal. `journal`: the run keeps one (journal.enabled); a buffer
+    that ended by its own judgement would come to the same one again.
     """
     if ending:
         return "ignore"
     if service == "trainer" and status == 0:
         return "over"
-    if status == USER_STATUS or service not in RESTARTABLE:
+    again = service in RESTARTABLE or (service == "buffer" and journal and status < 0)
+    if status == USER_STATUS or not again:
         return "fatal"
     return "restart" if deaths_in_a_row <= max_failures else "fatal"

@@ -120,14 +120,41 @@ def test_workers_that_are_killed_cost_nothing_but_time(folder: Path) -> None:
     assert ring.left_over(folder) == []
 
 
-@pytest.mark.parametrize("service", ["trainer", "buffer"])
-def test_the_death_of_a_service_that_cannot_be_restarted_is_the_last_word(folder: Path, service: str) -> None:
-    process = ring.start("train", "run.toml", "max_steps=500", cwd=folder)
+def test_a_buffer_that_is_killed_goes_on_where_it_was(folder: Path) -> None:
+    process = ring.start("train", "run.toml", "max_steps=30", cwd=folder)
+    try:
+        for step in (3, 9, 16):
+            ring.until(lambda step=step: len(ring.steps(folder)) >= step, f"step {step}")
+            os.kill(ring.until(lambda: ring.pid_of(folder, "buffer"), "buffer"), signal.SIGKILL)
+            ring.until(lambda: ring.pid_of(folder, "buffer"), "the next buffer")
+    finally:
+        status, output = ring.finish(process)
+    assert status == 0, output
+    assert output.count("buffer ended (signal SIGKILL); starting it anew") == 3
+    assert_conserved(folder, trained=30 * 4)
+    drawn = [group for record in ring.steps(folder) for group in record["group_ids"]]
+    assert len(drawn) == len(set(drawn)) == 30 * 4  # none lost, none trained twice
+    assert ring.left_over(folder) == []
+
+
+@pytest.mark.parametrize(("service", "override"), [("trainer", "mode=async"), ("buffer", "journal.enabled=false")])
+def test_the_death_of_a_service_that_cannot_be_restarted_is_the_last_word(
+    folder: Path, service: str, override: str
+) -> None:
+    process = ring.start("train", "run.toml", "max_steps=500", override, cwd=folder)
     ring.until(lambda: len(ring.steps(folder)) >= 2, "step 2")
     os.kill(ring.until(lambda: ring.pid_of(folder, service), service), signal.SIGKILL)
     status, output = ring.finish(process)
     assert status == 1
     assert output.rstrip().splitlines()[-1].startswith(f"async-rl: error: {service} ended (signal SIGKILL)")
+    assert "Traceback" not in output
+    assert ring.left_over(folder) == []
+
+
+def test_a_journal_without_room_ends_the_run_with_its_setting(folder: Path) -> None:
+    status, output = ring.run("train", "run.toml", "max_steps=500", "journal.max_bytes=60000", cwd=folder)
+    assert status in (1, 2)  # the trainer may be the first to tell it
+    assert "journal.max_bytes = 60000" in output.rstrip().splitlines()[-1]
     assert "Traceback" not in output
     assert ring.left_over(folder) == []
 

@@ -1,5 +1,7 @@
 """Settings, trajectories and scores for the tests of the buffer, and commands that prepare a machine."""
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,7 +10,7 @@ import numpy as np
 from async_rl.buffers.group import Lease
 from async_rl.buffers.machine import Machine
 from async_rl.buffers.settings import Settings
-from async_rl.buffers.state import Batch, State
+from async_rl.buffers.state import Batch
 from async_rl.trajectory import Score, Trajectory
 
 PLAIN = Settings(
@@ -48,13 +50,23 @@ def trajectory(*spans: tuple[int, int], stop: str = "eos") -> Trajectory:
     )
 
 
-def plain(state: State) -> Any:
-    """The state as plain values that compare by `==`."""
-    return msgspec.to_builtins(
-        state,
-        str_keys=False,
-        enc_hook=lambda value: value.tolist() if isinstance(value, np.ndarray) else list(value),
-    )
+def plain(value: Any) -> Any:
+    """A state as plain values that compare by `==`."""
+    match value:
+        case msgspec.Struct():
+            return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        case dict():
+            return {repr(key): plain(item) for key, item in value.items()}
+        case set():
+            return sorted(value)
+        case np.ndarray():
+            return value.tolist()
+        case str():
+            return value
+        case Sequence() | deque():
+            return [plain(item) for item in value]
+        case _:
+            return value
 
 
 def generate(machine: Machine, lease: Lease, *, at: int, now: float = 0.0, members: int | None = None) -> None:

@@ -44,7 +44,22 @@ def config(**settings: object) -> Config:
     ],
 )
 def test_what_the_end_of_a_process_means(service: str, status: int, ending: bool, deaths: int, expected: str) -> None:
-    assert verdict(service, status, ending=ending, deaths_in_a_row=deaths, max_failures=8) == expected
+    found = verdict(service, status, ending=ending, deaths_in_a_row=deaths, max_failures=8, journal=False)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("status", "deaths", "journal", "expected"), [
+    (-9, 1, True, "restart"),
+    (-9, 9, True, "fatal"),
+    (-9, 1, False, "fatal"),
+    (1, 1, True, "fatal"),
+    (2, 1, True, "fatal"),
+])  # fmt: skip
+def test_a_killed_buffer_is_started_anew_where_it_has_a_journal(
+    status: int, deaths: int, journal: bool, expected: str
+) -> None:
+    found = verdict("buffer", status, ending=False, deaths_in_a_row=deaths, max_failures=8, journal=journal)
+    assert found == expected
 
 
 def test_the_roster_has_every_service_and_each_can_be_stopped() -> None:

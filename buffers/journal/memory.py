@@ -1,17 +1,9 @@
-"""The seam where events become durable. The service answers only after `append`."""
+"""The journal of a run that keeps none."""
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 from async_rl.buffers import events
-
-
-class Journal(Protocol):
-    async def append(self, happened: Sequence[events.Any]) -> None:
-        """Returns when `happened`, and all that was appended before, is durable. Calls are in the order in
-        which the events were applied; `happened` may be empty."""
-        ...
 
 
 class MemoryJournal:
@@ -22,3 +14,6 @@ class MemoryJournal:
 
     async def append(self, happened: Sequence[events.Any]) -> None:
         self.counts.update(type(event).__name__ for event in happened)
+
+    async def close(self) -> None:
+        """Nothing to close."""
