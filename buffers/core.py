@@ -13,7 +13,7 @@ class Core:
     def __init__(self, settings: Settings, state: State | None = None) -> None:
         self.settings = settings
         self.state = new_state(settings) if state is None else state
-        self.roster = Roster(settings.lease_s)
+        self.roster = Roster(settings.lease_s, settings.lease_max_s)
         self._events: list[events.Any] = []
 
     def take(self) -> list[events.Any]:
@@ -36,6 +36,14 @@ class Core:
             self.end_broken(
                 f"{self.state.failed_in_row} groups failed in a row (services.max_failures = "
                 f"{self.settings.max_failures}); the last: {self.state.last_failure}"
+            )
+
+        filtered = sum(self.state.filtered.values())
+        if filtered >= self.settings.max_filtered:
+            counts = ", ".join(f"{reason} {count}" for reason, count in self.state.filtered.items())
+            self.end_broken(
+                f"{filtered} groups in a row were dropped by [filter] ({counts}), none was left to train "
+                f"(filter.max_in_row = {self.settings.max_filtered})"
             )
 
     def drop_stale(self, groups: Iterable[Group]) -> None:

@@ -10,7 +10,8 @@ import msgspec
 from async_rl.protocol.buffer import LeaseId
 from async_rl.trajectory import Score, Trajectory
 
-DropReason = Literal["stale", "end"]
+Unwanted = Literal["equal", "hard", "easy"]
+DropReason = Literal["stale", "end"] | Unwanted
 FailReason = Literal["attempts", "min_valid"]
 
 
@@ -72,6 +73,12 @@ class LeaseFailed(Event, frozen=True):
     reason: str
 
 
+class LeaseReturned(Event, frozen=True):
+    """A worker that stops hands its lease back: no attempt is counted."""
+
+    lease: LeaseId
+
+
 class Lapsed(Event, frozen=True):
     """The holder was silent for too long, or is dead."""
 
@@ -92,7 +99,8 @@ class Readied(Event, frozen=True):
 
 
 class Dropped(Event, frozen=True):
-    """`stale`: its task comes back, first in line."""
+    """`stale`: its task comes back, first in line. `equal`, `hard`, `easy`: the filter's; another task's group
+    takes its place."""
 
     group: int
     reason: DropReason
@@ -179,6 +187,7 @@ Any = (
     | Scored
     | MemberFailed
     | LeaseFailed
+    | LeaseReturned
     | Lapsed
     | Refilled
     | Readied

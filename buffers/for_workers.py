@@ -91,25 +91,38 @@ class ForWorkers:
         return self._take(lease, events.Scored(lease, member, score), member, fitness.unfit_score(score))
 
     def fail(
-        self, worker: str, incarnation: str, lease: LeaseId, member: int | None, reason: str, now: float
+        self,
+        worker: str,
+        incarnation: str,
+        lease: LeaseId,
+        member: int | None,
+        reason: str,
+        now: float,
+        *,
+        fault: bool = True,
     ) -> LeaseReply:
         """An infrastructure fault of the worker: `member`, or what is open of the lease, is handed out again.
-        What the group has already is kept."""
+        What the group has already is kept. `fault` False: a worker that stops hands its lease back."""
         held = self._owed(worker, incarnation, lease, WHOLE if member is None else member, now, failing=True)
         if isinstance(held, LeaseReply):
             return held
-        failed = events.LeaseFailed(lease, reason) if member is None else events.MemberFailed(lease, member, reason)
-        self._core.record(failed)
+        if member is not None:
+            self._core.record(events.MemberFailed(lease, member, reason))
+        else:
+            self._core.record(events.LeaseFailed(lease, reason) if fault else events.LeaseReturned(lease))
         self._core.follow(lease.group, f"{worker}: {reason}")
         self._core.state.check()
         return LeaseReply("accepted")
 
     def lapse(self, now: float) -> list[LeaseId]:
-        """Take back the leases whose holder was silent for services.lease_s."""
-        silent = self._core.roster.silent(self._core.state.leases, now)
-        self._lapse(silent, f"its holder was silent for services.lease_s = {self._core.settings.lease_s:g}")
-        self._core.state.check()
-        return silent
+        """Take back the leases whose holder was silent for services.lease_s, and those that last too long."""
+        state, roster, rules = self._core.state, self._core.roster, self._core.settings
+        silent = roster.silent(state.leases, now)
+        self._lapse(silent, f"its holder was silent for services.lease_s = {rules.lease_s:g}")
+        overdue = roster.overdue(state.leases, now)
+        self._lapse(overdue, f"not done within services.lease_max_s = {rules.lease_max_s:g}")
+        state.check()
+        return silent + overdue
 
     def why_gone(self, lease: LeaseId) -> str:
         """What a worker is told of a lease that is not its own any more."""

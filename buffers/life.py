@@ -1,8 +1,11 @@
 """What a group's last result makes of it. Pure: a group in, the events that are due out."""
 
+import math
+
 from async_rl.buffers import events
 from async_rl.buffers.group import Group
 from async_rl.buffers.settings import Settings
+from async_rl.config.schema import Filter
 
 
 def next_events(group: Group, settings: Settings, detail: str) -> list[events.Any]:
@@ -20,13 +23,26 @@ def _judge(group: Group, settings: Settings) -> list[events.Any]:
     """Ready with enough votes; else new members take the place of those without one, once; else failed."""
     voters = group.voters
     if len(voters) >= settings.min_valid:
-        return [events.Readied(group.id)]
+        reason = _unwanted([group.scores[member].reward or 0.0 for member in voters], settings.filter)
+        return [events.Readied(group.id) if reason is None else events.Dropped(group.id, reason)]
     silent = [member for member in group.wanted if member not in voters]
     if not group.refilled:
         return [_refill(group, silent)]
     why = group.scores[silent[0]]
     detail = f"{len(voters)} of {len(group.wanted)} members vote, batch.min_valid = {settings.min_valid}"
     return [events.Failed(group.id, "min_valid", f"{detail}; member {silent[0]}: {why.status} {why.detail}".rstrip())]
+
+
+def _unwanted(rewards: list[float], wanted: Filter) -> events.Unwanted | None:
+    """Why a group with these votes is not worth a place in a step. Votes are equal up to float noise."""
+    lowest, highest, mean = min(rewards), max(rewards), sum(rewards) / len(rewards)
+    if wanted.equal and math.isclose(lowest, highest, rel_tol=1e-6):
+        return "equal"
+    if wanted.min_mean is not None and mean < wanted.min_mean:
+        return "hard"
+    if wanted.max_mean is not None and mean > wanted.max_mean:
+        return "easy"
+    return None
 
 
 def _judge_sample(group: Group) -> list[events.Any]:

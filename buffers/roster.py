@@ -28,10 +28,10 @@ class Term(Struct):
 class Roster:
     """Times are seconds of whatever clock the caller has."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, lease_max_s: float) -> None:
         self.workers: dict[str, Worker] = {}
         self._terms: dict[LeaseId, Term] = {}
-        self._lease_s = lease_s
+        self._lease_s, self._lease_max_s = lease_s, lease_max_s
 
     def greet(self, name: str, incarnation: str, stage: Stage, version: int, now: float) -> bool:
         """A worker asks for work; True where it is a new incarnation of a name: the old one is dead."""
@@ -79,6 +79,10 @@ class Roster:
         """Which of the open `leases` have had no sign of life for services.lease_s; forgets all others."""
         self._terms = {lease: self._terms.get(lease) or Term(now, now) for lease in leases}
         return [lease for lease, term in self._terms.items() if now - term.seen > self._lease_s]
+
+    def overdue(self, leases: Iterable[LeaseId], now: float) -> list[LeaseId]:
+        """Which of the open `leases` are not done services.lease_max_s after they were granted."""
+        return [lease for lease in leases if now - self.granted(lease, now) > self._lease_max_s]
 
     def granted(self, lease: LeaseId, now: float) -> float:
         """When `lease` was granted; one that nobody has timed yet, now."""

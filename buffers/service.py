@@ -211,9 +211,9 @@ class BufferService(Service):
                 return workers.finish_generate(worker, incarnation, lease, member, trajectory, now)
             case messages.FinishScore(worker, incarnation, lease, member, score):
                 return workers.finish_score(worker, incarnation, lease, member, score, now)
-            case messages.Fail(worker, incarnation, lease, member, reason):
-                log.warning("%s: %s failed group %d: %s", self.name, worker, lease.group, reason)
-                return workers.fail(worker, incarnation, lease, member, reason, now)
+            case messages.Fail(worker, incarnation, lease, member, reason, fault):
+                log.warning("%s: %s gives group %d back: %s", self.name, worker, lease.group, reason)
+                return workers.fail(worker, incarnation, lease, member, reason, now, fault=fault)
             case messages.FinishStep(step, epoch):
                 return messages.StepFinished(trainer.finish_step(step, epoch))
             case messages.Evaluate(version):

@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import Struct
 
 from async_rl.config.modes import bounds
-from async_rl.config.schema import Config, OnExceed
+from async_rl.config.schema import Config, Filter, OnExceed
 from async_rl.errors import ConfigError
 
 
@@ -24,8 +24,10 @@ class Settings(Struct, frozen=True):
     at_end: Literal["smaller_step", "drop"]
     max_failures: int  # attempts of a group; failed groups in a row
     lease_s: float
+    lease_max_s: float
     held_out: int  # tasks of an evaluation
     samples: int  # trajectories of each
+    filter: Filter = Filter()
 
     @classmethod
     def of(cls, config: Config, *, tasks: int | None, held_out: int) -> "Settings":
@@ -55,8 +57,10 @@ class Settings(Struct, frozen=True):
             at_end=config.data.at_end,
             max_failures=config.services.max_failures,
             lease_s=config.services.lease_s,
+            lease_max_s=config.services.lease_max_s,
             held_out=held_out,
             samples=config.evaluation.samples,
+            filter=config.filter,
         )
 
     def eta_prime(self, eta: int) -> int:
@@ -66,6 +70,11 @@ class Settings(Struct, frozen=True):
     def reach(self, eta: int) -> int:
         """How many steps after its oldest version a group admitted under `eta` can be drawn."""
         return self.eta_prime(eta if self.hard_max is None else self.hard_max)
+
+    @property
+    def max_filtered(self) -> int:
+        """Groups dropped in a row by the filter that end the run."""
+        return self.filter.max_in_row or 10 * self.groups
 
     @property
     def waits(self) -> bool:

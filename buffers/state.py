@@ -53,6 +53,7 @@ class State(Struct):
     failed: dict[str, int] = field(default_factory=dict)
     failed_in_row: int = 0
     last_failure: str = ""
+    filtered: dict[str, int] = field(default_factory=dict)  # by reason, since a group was ready
     lapsed: int = 0
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by the version asked for
     evaluated: int = 0  # evaluation groups so far
@@ -152,6 +153,11 @@ class State(Struct):
                 group = self._group(lease.group)
                 group.receipts[lease.stage, lease.attempt, -1] = False
                 self._give_back(group)
+            case events.LeaseReturned(lease=lease):
+                group = self._group(lease.group)
+                group.receipts[lease.stage, lease.attempt, -1] = False
+                group.attempt += 1
+                self._release(group)
             case events.Lapsed(lease=lease):
                 self.lapsed += 1
                 self._give_back(self._group(lease.group))
@@ -159,6 +165,7 @@ class State(Struct):
                 self._refill(event)
             case events.Readied(group=number):
                 self.failed_in_row = 0
+                self.filtered.clear()
                 group = self._group(number)
                 group.youngest = group.youngest_vote()
                 self.training.move(group, "ready")
@@ -246,6 +253,8 @@ class State(Struct):
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if reason == "stale":
             self.again.append(group.position)
+        elif reason != "end":
+            self.filtered[reason] = self.filtered.get(reason, 0) + 1
         self._end(group, f"dropped({reason})")
 
     def _commit(self, step: int) -> None:

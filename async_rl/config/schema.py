@@ -118,6 +118,15 @@ class Batch(Table, frozen=True):
     min_valid: Positive | None = None  # voting members a group needs; None: max(2, half of the group)
 
 
+class Filter(Table, frozen=True):
+    """Which scored groups are worth a place in a step. One that is dropped makes room for another task's."""
+
+    equal: bool = False  # drop groups whose votes are all equal: they carry no gradient (DAPO, Yu et al. 2025)
+    min_mean: float | None = None  # drop groups whose mean reward is below it: too hard
+    max_mean: float | None = None  # drop groups whose mean reward is above it: too easy
+    max_in_row: Positive | None = None  # dropped in a row that end the run; None: ten batches
+
+
 class Staleness(Table, frozen=True):
     """The bound on the lag of every token that enters the loss. None: what the mode presets."""
 
@@ -283,6 +292,7 @@ class Services(Table, frozen=True):
     ask_s: Seconds = 60.0  # until an answer must have come
     heartbeat_s: Seconds = 1.0
     lease_s: Seconds = 30.0  # a lease lapses when its holder is silent for so long
+    lease_max_s: Seconds = 3600.0  # what is not done after so long goes to another worker, its holder alive or not
     stop_s: Seconds = 30.0  # of an ordered stop, before SIGKILL; more than a step and a checkpoint take
     max_failures: Positive = 8  # failures in a row (attempts of a group, deaths of a worker) that end the run
 
@@ -298,6 +308,7 @@ class Config(Table, frozen=True):
     seed: NonNegative = 0
     runs: str = "runs"  # the run's folder is runs/name
     batch: Batch = Batch()
+    filter: Filter = Filter()
     staleness: Staleness = Staleness()
     sampling: Sampling = Sampling()
     algorithm: Algorithm = GRPO()

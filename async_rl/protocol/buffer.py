@@ -89,13 +89,16 @@ class FinishScore(Message, frozen=True):
 
 
 class Fail(Message, frozen=True):
-    """An infrastructure fault of the worker, never of the policy. `member` None: the whole lease."""
+    """An infrastructure fault of the worker, never of the policy. `member` None: the whole lease.
+
+    `fault` False: a worker that stops hands its lease back, which counts as no attempt."""
 
     worker: str
     incarnation: str
     lease: LeaseId
     member: int | None
     reason: str
+    fault: bool = True
 
 
 # --- buffer -> worker --------------------------------------------------------------------------------

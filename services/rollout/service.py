@@ -197,11 +197,11 @@ class RolloutService(Service):
 
     async def _hand_back(self) -> None:
         """What is not done goes to another worker at once, not when the lease lapses."""
-        reasons = [self._fail(lease, None, "worker stops") for lease in list(self._ledger.held)]
-        await asyncio.gather(*reasons)
+        returns = [self._fail(lease, None, "worker stops", fault=False) for lease in list(self._ledger.held)]
+        await asyncio.gather(*returns)
 
-    async def _fail(self, lease: LeaseId, member: int | None, reason: str) -> None:
-        await self._ask(Fail(self.name, self.incarnation, lease, member, reason), LeaseReply)
+    async def _fail(self, lease: LeaseId, member: int | None, reason: str, *, fault: bool = True) -> None:
+        await self._ask(Fail(self.name, self.incarnation, lease, member, reason, fault), LeaseReply)
 
     # --- weights -------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ PLAIN = Settings(
     at_end="smaller_step",
     max_failures=4,
     lease_s=30.0,
+    lease_max_s=3600.0,
     held_out=0,
     samples=1,
 )

@@ -11,6 +11,7 @@ from async_rl.buffers.for_trainer import Ended, Waiting
 from async_rl.buffers.group import PHASES, Lease
 from async_rl.buffers.machine import Machine
 from async_rl.buffers.state import Batch, new_state
+from async_rl.config.schema import Filter
 from async_rl.errors import AsyncRLError
 from async_rl.protocol.buffer import LeaseId, WorkerStats
 from async_rl.trajectory import Score, extend_spans
@@ -42,6 +43,7 @@ class Buffer(RuleBasedStateMachine):
         tasks=st.sampled_from([None, None, 7]),
         at_end=st.sampled_from(["smaller_step", "drop"]),
         slack=st.integers(0, 2),
+        equal=st.booleans(),
     )
     def begin(
         self,
@@ -53,6 +55,7 @@ class Buffer(RuleBasedStateMachine):
         tasks: Any,
         at_end: str,
         slack: int,
+        equal: bool,
     ) -> None:
         eta += reuse - 1
         self.rules = settings(
@@ -70,6 +73,7 @@ class Buffer(RuleBasedStateMachine):
             lease_s=10.0,
             held_out=2,
             samples=1,
+            filter=Filter(equal=equal, max_in_row=40),
         )
         self.machine = Machine(self.rules)
         self.now = 0.0
@@ -190,7 +194,7 @@ class Buffer(RuleBasedStateMachine):
     def acquire_scores(self, n: int) -> None:
         self.grading += self.machine.workers.acquire("reward-0", "r", "score", n, -1, self.now)
 
-    @rule(verdict=st.sampled_from(["graded", "graded", "graded", "abstained", "failed", "nan", "fault"]))
+    @rule(verdict=st.sampled_from(["graded", "graded", "wrong", "wrong", "abstained", "failed", "nan", "fault"]))
     def grade(self, verdict: str) -> None:
         owing = [lease for lease in self.grading if lease.open]
         if not owing:
@@ -200,8 +204,8 @@ class Buffer(RuleBasedStateMachine):
         if verdict == "fault":
             self.machine.workers.fail(*call, "scripted", self.now)
         else:
-            reward = {"graded": 1.0, "nan": float("nan")}.get(verdict)
-            status: Any = "graded" if verdict == "nan" else verdict
+            reward = {"graded": 1.0, "wrong": 0.0, "nan": float("nan")}.get(verdict)
+            status: Any = "graded" if verdict in ("wrong", "nan") else verdict
             self.machine.workers.finish_score(*call, Score(reward, status), self.now)
         self.grading = [lease for lease in self.grading if lease.id in self.machine.state.leases]
 
