@@ -9,6 +9,10 @@ from async_rl.buffers.group import Group
 from async_rl.buffers.state import State
 from async_rl.protocol.buffer import LeaseId, Stage
 
+SUSPECT = 2
+"""Failures after which a group may be what kills its workers: a worker then holds one such group at a time, so
+that it takes no others along until its attempts are used up."""
+
 
 class _Basket:
     """What one Acquire gets: at most `room` trajectories, in the order in which they are put in."""
@@ -16,12 +20,13 @@ class _Basket:
     def __init__(self, worker: str, incarnation: str, stage: Stage, room: int) -> None:
         self.room = room
         self.events: list[events.Any] = []
-        self._worker, self._incarnation, self._stage = worker, incarnation, stage
+        self.worker = worker
+        self._incarnation, self._stage = incarnation, stage
 
     def put(self, group: int, attempt: int, members: list[int], oldest: int) -> None:
         self.room -= len(members)
         lease = LeaseId(group, attempt, self._stage)
-        self.events.append(events.Leased(lease, self._worker, self._incarnation, members, oldest))
+        self.events.append(events.Leased(lease, self.worker, self._incarnation, members, oldest))
 
 
 def generate(
@@ -79,16 +84,26 @@ def _held_out(state: State, basket: _Basket, version: int) -> bool:
 def _came_back(state: State, basket: _Basket, version: int) -> bool:
     waiting = state.training.in_order("waiting")
     placed = state.m - sum(group.sampled is None for group in waiting)
+    suspects = any(group.failures >= SUSPECT for group in waiting)
+    holds_suspect = suspects and _holds_suspect(state, basket.worker)
     for group in waiting:
         oldest = oldest_weights(state, group, placed)
-        if version < oldest:
+        suspect = group.failures >= SUSPECT
+        if version < oldest or (suspect and holds_suspect):
             continue
         members = group.missing
         if len(members) > basket.room:
             return False
         basket.put(group.id, group.attempt, members, oldest)
         placed += group.sampled is None
+        holds_suspect = holds_suspect or suspect
     return True
+
+
+def _holds_suspect(state: State, worker: str) -> bool:
+    groups = state.training.groups
+    mine = (lease.id.group for lease in state.leases.values() if lease.worker == worker)
+    return any(number in groups and groups[number].failures >= SUSPECT for number in mine)
 
 
 def _admit(state: State, basket: _Basket, version: int, sharers: int) -> None:
