@@ -22,6 +22,9 @@ from pathlib import Path
 from async_rl.config.schema import Config
 from async_rl.errors import UserError
 
+RESULTS = ("metrics.jsonl", "summary.json", "checkpoints")
+"""What a trainer leaves."""
+
 
 class RunDir:
     def __init__(self, path: Path | str) -> None:
@@ -62,29 +65,27 @@ class RunDir:
             lock.flush()
             yield
 
-    def runs(self, service: str) -> bool:
-        """Whether a process holds `service` of this run."""
-        try:
-            with self.claim(service):
-                return False
-        except UserError:
-            return True
-
-    def set_aside_previous(
-        self, names: Sequence[str] = ("metrics.jsonl", "summary.json", "checkpoints")
-    ) -> Path | None:
+    def set_aside_previous(self, names: Sequence[str] = RESULTS) -> Path | None:
         """Move what an earlier run of this name left into previous/N/, and tell where; None if there is nothing."""
         left = [self.path / name for name in names if _has_content(self.path / name)]
         if not left:
             return None
-        place = self.path / "previous"
-        number = 1 + max((int(p.name) for p in place.glob("*") if p.name.isdigit()), default=0)
-        target = place / str(number)
-        target.mkdir(parents=True)
+        target = self._next_previous()
         for path in left:
             path.rename(target / path.name)
         self.create()
         return target
+
+    def _next_previous(self) -> Path:
+        """A new folder previous/N; two services may ask at the same time."""
+        place = self.path / "previous"
+        number = 1 + max((int(p.name) for p in place.glob("*") if p.name.isdigit()), default=0)
+        while True:
+            try:
+                (place / str(number)).mkdir(parents=True)
+                return place / str(number)
+            except FileExistsError:
+                number += 1
 
     def announce(self, service: str, address: str) -> None:
         """Tell the other services of this run where `service` is."""
@@ -104,6 +105,19 @@ class RunDir:
     def pid(self, service: str) -> int | None:
         pid = self._record(service).get("pid")
         return pid if isinstance(pid, int) else None
+
+    def running(self, service: str) -> bool:
+        """Whether the process that announced `service` lives."""
+        pid = self.pid(service)
+        if pid is None:
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # it lives, and is somebody else's
+            return True
+        return True
 
     def next_trainer_epoch(self) -> int:
         """A number higher than any trainer of this run had: older ones are fenced out by theirs."""

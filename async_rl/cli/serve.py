@@ -26,10 +26,12 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
 
 
 def _set_aside_previous(run: RunDir, service: str) -> None:
-    """By hand, trainer and buffer begin anew, unless the other one is at work already: then the journal is its."""
+    """By hand, a trainer begins anew, and so does a buffer, unless a trainer is up and has trained with it.
+
+    A trainer that has announced itself has set its old metrics aside: those that are there are its own."""
     if service == "trainer":
         run.set_aside_previous()
-    if (service == "trainer" and not run.runs("buffer")) or (service == "buffer" and not run.runs("trainer")):
+    if service == "buffer" and not (run.running("trainer") and run.metrics.exists()):
         run.set_aside_previous(("journal",))
 
 

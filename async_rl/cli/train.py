@@ -10,7 +10,7 @@ from async_rl.config import Config, load
 from async_rl.config.dump import to_toml
 from async_rl.errors import UserError
 from async_rl.models.prepare import prepare
-from async_rl.rundir import RunDir, write_atomically
+from async_rl.rundir import RESULTS, RunDir, write_atomically
 from async_rl.supervisor.report import LiveLine, read_summary, summary_rows, summary_table
 from async_rl.supervisor.supervisor import Supervisor
 
@@ -23,7 +23,7 @@ def train(path: str, overrides: Sequence[str], *, quiet: bool = False) -> int:
     run = RunDir.of(config)
     run.create()
     with run.claim("supervisor"):
-        earlier = run.set_aside_previous(("metrics.jsonl", "summary.json", "checkpoints", "logs", "journal"))
+        earlier = run.set_aside_previous((*RESULTS, "logs", "journal"))
         if earlier is not None:
             console.print(f"what an earlier run left is in {earlier}", highlight=False, markup=False)
         prepare(config, report=lambda text: console.print(text, highlight=False, markup=False))

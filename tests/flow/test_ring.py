@@ -193,14 +193,15 @@ def test_a_supervisor_that_is_killed_takes_its_services_along(folder: Path) -> N
     assert Slots("/dev/shm", folder / "runs" / "ring").remove() == 0  # what is in shared memory outlives processes
 
 
-def test_five_services_by_hand_in_any_order(folder: Path) -> None:
+def test_five_services_by_hand_in_any_order_and_a_second_time_in_the_same_folder(folder: Path) -> None:
     names = ["buffer", "weight-sync", "trainer", "rollout", "reward"]
-    random.Random(os.getpid()).shuffle(names)
-    processes = {name: ring.start("serve", name, "run.toml", cwd=folder) for name in names}
-    ends = {name: ring.finish(process) for name, process in processes.items()}
-    assert {name: status for name, (status, _) in ends.items()} == dict.fromkeys(names, 0), ends
-    assert_conserved(folder, trained=16)
-    assert ring.left_over(folder) == []
+    for _ in range(2):
+        random.Random(os.getpid()).shuffle(names)
+        processes = {name: ring.start("serve", name, "run.toml", cwd=folder) for name in names}
+        ends = {name: ring.finish(process) for name, process in processes.items()}
+        assert {name: status for name, (status, _) in ends.items()} == dict.fromkeys(names, 0), ends
+        assert_conserved(folder, trained=16)
+        assert ring.left_over(folder) == []
 
 
 def test_a_run_is_not_started_twice_at_once(folder: Path) -> None:

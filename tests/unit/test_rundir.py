@@ -60,3 +60,15 @@ def test_a_run_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made"):
         RunDir(tmp_path / "file" / "run").create()
+
+
+def test_an_announced_service_runs_as_long_as_its_process(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    assert not run.running("trainer")
+    code = f"from async_rl.rundir import RunDir\nRunDir({str(run.path)!r}).announce('trainer', 'tcp://127.0.0.1:1')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert run.address("trainer") is not None  # it was killed before it could take that back
+    assert not run.running("trainer")
+    run.announce("trainer", "tcp://127.0.0.1:2")
+    assert run.running("trainer")
