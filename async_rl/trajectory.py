@@ -24,6 +24,10 @@ Spans = list[tuple[int, int]]
 """Run-length encoded versions of the action tokens, in order: [(version, count), ...]."""
 
 
+EQUAL = 1e-6
+"""Rewards of a group that differ by no more than this share of the largest are equal up to float noise."""
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant"]
     content: str

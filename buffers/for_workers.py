@@ -20,8 +20,7 @@ class ForWorkers:
         core, state = self._core, self._core.state
         if n < 1:
             raise AsyncRLError(f"{worker} asks for {n} trajectories; no group is that small, ask for 1 at least")
-        unknown = worker not in core.roster.workers  # it may have been started anew while the buffer was
-        if core.roster.greet(worker, incarnation, stage, version, now) or unknown:
+        if core.roster.greet(worker, incarnation, stage, version, now):  # also the first one after a restart of ours
             mine = [lease for lease in state.leases.values() if lease.worker == worker]
             dead = [lease.id for lease in mine if lease.incarnation != incarnation]
             self._lapse(dead, f"{worker} was started anew")

@@ -6,6 +6,7 @@ from async_rl.buffers import events
 from async_rl.buffers.group import Group
 from async_rl.buffers.settings import Settings
 from async_rl.config.schema import Filter
+from async_rl.trajectory import EQUAL
 
 
 def next_events(group: Group, settings: Settings, detail: str) -> list[events.Any]:
@@ -36,7 +37,7 @@ def _judge(group: Group, settings: Settings) -> list[events.Any]:
 def _unwanted(rewards: list[float], wanted: Filter) -> events.Unwanted | None:
     """Why a group with these votes is not worth a place in a step. Votes are equal up to float noise."""
     lowest, highest, mean = min(rewards), max(rewards), sum(rewards) / len(rewards)
-    if wanted.equal and math.isclose(lowest, highest, rel_tol=1e-6):
+    if wanted.equal and math.isclose(lowest, highest, rel_tol=EQUAL):
         return "equal"
     if wanted.min_mean is not None and mean < wanted.min_mean:
         return "hard"

@@ -34,11 +34,11 @@ class Roster:
         self._lease_s, self._lease_max_s = lease_s, lease_max_s
 
     def greet(self, name: str, incarnation: str, stage: Stage, version: int, now: float) -> bool:
-        """A worker asks for work; True where it is a new incarnation of a name: the old one is dead."""
+        """A worker asks for work; True where this incarnation of its name was not known: others are dead."""
         worker = self.workers.get(name)
         if worker is None:
             self.workers[name] = Worker(incarnation, stage, version, now)
-            return False
+            return True
         if incarnation in worker.replaced:
             raise AsyncRLError(f"{name}: incarnation {incarnation} was replaced by {worker.incarnation}")
         anew = incarnation != worker.incarnation

@@ -96,11 +96,7 @@ class BufferService(Service):
         settings = self._machine.settings
         journal, state = DiskJournal.open(self.run.journal, settings, self.config.journal.max_bytes)
         self._machine = Machine(settings, state)
-        self.version = state.version
-        if state.broken is not None:
-            self._failure = AsyncRLError(state.broken)
-        if state.closed is not None or self._failure is not None:
-            self._ending.set()
+        self._note_end()
         if state.admitted:
             log.info("%s: goes on at version %d: %s", self.name, state.version, report.conservation_line(self._machine))
         return journal
@@ -157,18 +153,25 @@ class BufferService(Service):
         try:
             await self._journal.append(happened)
         except AsyncRLError as error:  # nothing can be acknowledged any more
-            self._failure = self._failure or error
-            self._ending.set()
+            self._fail(error)
             raise
-        if not happened:
-            return
+        if happened:
+            self._note_end()
+            self._wake()
+
+    def _note_end(self) -> None:
+        """What the state says of the version, and of the end of the run."""
         state = self._machine.state
         self.version = state.version
-        if state.broken is not None and self._failure is None:
-            self._failure = AsyncRLError(state.broken)
-        if state.closed is not None or self._failure is not None:
+        if state.broken is not None:
+            self._fail(AsyncRLError(state.broken))
+        if state.closed is not None:
             self._ending.set()
-        self._wake()
+
+    def _fail(self, error: AsyncRLError) -> None:
+        """The run ends with `error`; the first one stands."""
+        self._failure = self._failure or error
+        self._ending.set()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -193,8 +196,7 @@ class BufferService(Service):
                 case _:
                     return self._command(request)
         except (InvariantError, UserError) as error:  # a defect, or a task that cannot be read: the run ends
-            self._failure = self._failure or error
-            self._ending.set()
+            self._fail(error)
             raise
         finally:
             await self._settle()

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from async_rl.trajectory import EQUAL
+
 EPSILON = 1e-6
-EQUAL = 1e-6
-"""Rewards of a group that differ by no more than this share of the largest are equal up to float noise."""
 
 
 class Members(NamedTuple):

@@ -9,7 +9,6 @@ import logging
 import mmap
 import os
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -74,19 +73,19 @@ class DiskJournal:
         await asyncio.to_thread(self._write, batch)
 
     async def close(self) -> None:
-        await self.append([])
-        os.close(self._file)
+        try:
+            await self.append([])
+        finally:
+            os.close(self._file)
 
     def _write(self, parts: list[record.Part]) -> None:
-        total = sum(record.nbytes(part) for part in parts)
+        total = sum(len(part) for part in parts)
         if self._size + total > self._max_bytes:
             raise JournalFull(
                 f"{self._path}: {total} bytes more than its {self._size} exceed journal.max_bytes = {self._max_bytes}"
             )
         try:
-            rest = iter(parts)
-            while chunk := list(islice(rest, _PARTS)):
-                _write_all(self._file, chunk)
+            _write_all(self._file, parts)
             os.fdatasync(self._file)
         except OSError as error:
             raise JournalFull(f"{self._path}: cannot be written after {self._size} bytes: {error.strerror}") from None
@@ -131,9 +130,10 @@ def _require_same(path: Path, old: Settings, new: Settings) -> None:
 
 
 def _write_all(file: int, parts: Sequence[record.Part]) -> None:
-    left = [memoryview(part).cast("B") for part in parts if record.nbytes(part)]
+    """What one call leaves unwritten goes into the next."""
+    left = [memoryview(part) for part in parts if len(part)]
     while left:
-        written = os.writev(file, left)
+        written = os.writev(file, left[:_PARTS])
         done = 0
         while done < len(left) and written >= left[done].nbytes:
             written -= left[done].nbytes

@@ -18,32 +18,30 @@ from async_rl.errors import JournalDamaged
 _HEAD = struct.Struct("<IQ")
 _SIZE = struct.Struct("<I")
 
-
-Part = bytes | memoryview
+Part = bytes | memoryview  # of single bytes: its length is its size
 
 
 class Record(NamedTuple):
-    offset: int
-    end: int
+    end: int  # offset behind it
     frames: list[memoryview]
 
 
 def encode(frames: Sequence[Frame]) -> list[Part]:
     """The record as buffers to write one after another; arrays are not copied."""
     parts = [bytes_of(frame) for frame in frames]
-    sizes = [nbytes(part) for part in parts]
+    sizes = [len(part) for part in parts]
     table = struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes)
     payload = [table, *parts]
     length = len(table) + sum(sizes)
     return [_HEAD.pack(length, _checksum(length, payload)), *payload]
 
 
-def scan(data: memoryview, start: int = 0) -> Iterator[Record]:
-    """The whole records of `data` from `start` on; ends before an unfinished write.
+def scan(data: memoryview) -> Iterator[Record]:
+    """The whole records of `data`; ends before an unfinished write.
 
     JournalDamaged where a record does not match its checksum and a whole one lies behind it.
     """
-    offset = start
+    offset = 0
     while (record := _at(data, offset)) is not None:
         yield record
         offset = record.end
@@ -67,7 +65,7 @@ def _at(data: memoryview, offset: int) -> Record | None:
     for size in struct.unpack_from(f"<{count}I", payload, _SIZE.size):
         frames.append(payload[place : place + size])
         place += size
-    return Record(offset, body + length, frames)
+    return Record(body + length, frames)
 
 
 def _next_whole(data: memoryview, start: int) -> int | None:
@@ -77,10 +75,6 @@ def _next_whole(data: memoryview, start: int) -> int | None:
         if offset + _HEAD.size + length <= len(data) and _at(data, offset) is not None:
             return offset
     return None
-
-
-def nbytes(part: Part) -> int:
-    return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
 def _checksum(length: int, parts: Sequence[Part]) -> int:

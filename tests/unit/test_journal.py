@@ -56,6 +56,14 @@ def reopened(folder: Path, rules: Any = RULES) -> State:
     return asyncio.run(look())
 
 
+def written(folder: Path) -> tuple[Path, bytes, list[int], list[Any]]:
+    """A journal: its file, the bytes of it, where each record ends, and the state after each event."""
+    _, happened = played()
+    write(folder, happened)
+    data = (folder / "events").read_bytes()
+    return folder / "events", data, [found.end for found in record.scan(memoryview(data))], prefixes(happened)
+
+
 def prefixes(happened: list[events.Any]) -> list[Any]:
     """The state after each number of events."""
     state = new_state(RULES)
@@ -99,11 +107,7 @@ def test_a_worker_started_anew_while_the_buffer_was_down_loses_its_old_leases_at
 
 
 def test_cut_off_at_any_byte_it_holds_what_was_whole(tmp_path: Path) -> None:
-    _, happened = played()
-    write(tmp_path, happened)
-    path = tmp_path / "events"
-    data, states = path.read_bytes(), prefixes(happened)
-    ends = [found.end for found in record.scan(memoryview(data))]
+    path, data, ends, states = written(tmp_path)
     for cut in range(ends[-4], len(data)):
         path.write_bytes(data[:cut])
         whole = sum(end <= cut for end in ends)
@@ -112,11 +116,7 @@ def test_cut_off_at_any_byte_it_holds_what_was_whole(tmp_path: Path) -> None:
 
 
 def test_a_flipped_byte_is_found_or_costs_the_unfinished_end(tmp_path: Path) -> None:
-    _, happened = played()
-    write(tmp_path, happened)
-    path = tmp_path / "events"
-    data, states = path.read_bytes(), prefixes(happened)
-    ends = [found.end for found in record.scan(memoryview(data))]
+    path, data, ends, states = written(tmp_path)
     dice = random.Random(7)
     for place in [*dice.sample(range(ends[-2]), 150), *range(ends[-2], len(data), 7)]:
         broken = bytearray(data)
