@@ -66,13 +66,19 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def oldest_version(self) -> int:
         return min(version for version, _ in self.versions)
 
+    @property
+    def nbytes(self) -> int:
+        """Of its arrays."""
+        survivors = 0 if self.survivors is None else self.survivors.nbytes
+        return self.tokens.nbytes + self.action.nbytes + self.logprobs.nbytes + survivors
+
     def problems(self) -> str | None:
         """What is wrong with the shapes, or None."""
         length = self.tokens.shape[0] if self.tokens.ndim == 1 else -1
         if length < 1 or self.action.shape != (length,) or self.logprobs.shape != (length,):
             return f"tokens {self.tokens.shape}, action {self.action.shape}, logprobs {self.logprobs.shape} differ"
         counted = sum(count for _, count in self.versions)
-        actions = int(self.action.sum())
+        actions = int(np.count_nonzero(self.action))
         if counted != actions or any(count < 1 or version < 0 for version, count in self.versions):
             return f"versions {self.versions} do not cover the {actions} action tokens"
         if actions < 1:

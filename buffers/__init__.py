@@ -19,13 +19,17 @@
     life.py        what a group's last result makes of it
     draw.py        which groups a step gets, and when it must wait
     fitness.py     whether what a worker reports may be taken
+    store.py       where trajectories and draws lie: the state has their places alone
+    snapshot.py    the state as plain data, and again
     roster.py      who is alive; soft state that no journal keeps
     evaluation.py  an evaluation's tallies
     for_workers.py, for_trainer.py   the commands: decide, apply, answer
     core.py, machine.py              what they share, and the whole
     report.py      the conservation line, the table of groups, what a draw waits for
+    inspect.py, history.py           what a journal tells: of the whole, of one group
   around it:
     journal/       where events become durable, and the state again
+    line.py        who waits for work, woken one at a time
     service.py     the mailbox, long polls, the ticker
 
 Redo is `for event in journal: state.apply(event)`.

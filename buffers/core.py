@@ -1,20 +1,33 @@
 """What all commands share: the state, who is alive, and the one way in which anything changes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from async_rl.buffers import events, life
 from async_rl.buffers.group import Group
 from async_rl.buffers.roster import Roster
 from async_rl.buffers.settings import Settings
-from async_rl.buffers.state import State, new_state
+from async_rl.buffers.state import State
+from async_rl.buffers.store import Store
+from async_rl.errors import JournalDamaged
+from async_rl.trajectory import Task
 
 
 class Core:
-    def __init__(self, settings: Settings, state: State | None = None) -> None:
-        self.settings = settings
-        self.state = new_state(settings) if state is None else state
-        self.roster = Roster(settings.lease_s, settings.lease_max_s)
+    """task_of: the task at a position of the stream, which goes into the draws that are kept."""
+
+    def __init__(self, state: State, store: Store, task_of: Callable[[int], Task]) -> None:
+        self.state, self.store, self.task_of = state, store, task_of
+        self.roster = Roster(state.settings.lease_s, state.settings.lease_max_s)
         self._events: list[events.Any] = []
+
+    @property
+    def settings(self) -> Settings:
+        return self.state.settings
+
+    @property
+    def idle(self) -> bool:
+        """Nothing happened since the last `take`."""
+        return not self._events
 
     def take(self) -> list[events.Any]:
         """What happened since the last call, in order."""
@@ -45,6 +58,18 @@ class Core:
                 f"{filtered} groups in a row were dropped by [filter] ({counts}), none was left to train "
                 f"(filter.max_in_row = {self.settings.max_filtered})"
             )
+
+    def lose_damaged(self, groups: Iterable[Group], members: Sequence[int] | None = None) -> bool:
+        """Whether the store has lost any trajectory of `groups`; those that it has are generated again."""
+        lost: list[events.Lost] = []
+        for group in groups:
+            for member in list(group.trajectories) if members is None else members:
+                try:
+                    self.store.get(group.trajectories[member].place)
+                except JournalDamaged as error:
+                    lost.append(events.Lost(group.id, member, str(error)))
+        self.record(*lost)
+        return bool(lost)
 
     def drop_stale(self, groups: Iterable[Group]) -> None:
         """Their tasks come back as new groups, first in line."""

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct, field
 
+from async_rl.buffers.group import Outline
 from async_rl.protocol.buffer import EvaluationReport, SourceScore
-from async_rl.trajectory import Score, Task, Trajectory
+from async_rl.trajectory import Score, Task
 
 
 class Mark(Struct, frozen=True):
@@ -15,9 +16,8 @@ class Mark(Struct, frozen=True):
     truncated: bool
 
     @classmethod
-    def of(cls, trajectory: Trajectory | None, score: Score | None) -> "Mark":
-        truncated = trajectory is not None and trajectory.stop == "length"
-        return cls(None if score is None else score.reward, truncated)
+    def of(cls, trajectory: Outline | None, score: Score | None) -> "Mark":
+        return cls(None if score is None else score.reward, trajectory is not None and trajectory.truncated)
 
 
 class Evaluation(Struct):

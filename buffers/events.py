@@ -7,8 +7,10 @@ from typing import Literal
 
 import msgspec
 
+from async_rl.buffers.group import Outline, Place
+from async_rl.buffers.settings import Settings
 from async_rl.protocol.buffer import LeaseId
-from async_rl.trajectory import Score, Trajectory
+from async_rl.trajectory import Score
 
 Unwanted = Literal["equal", "hard", "easy"]
 DropReason = Literal["stale", "end"] | Unwanted
@@ -49,7 +51,7 @@ class StartedAt(Event, frozen=True):
 class Generated(Event, frozen=True):
     lease: LeaseId
     member: int
-    trajectory: Trajectory
+    outline: Outline
 
 
 class Scored(Event, frozen=True):
@@ -94,6 +96,14 @@ class Refilled(Event, frozen=True):
     fresh: list[int]
 
 
+class Lost(Event, frozen=True):
+    """What the journal kept of a member is damaged: it is generated again. Counts as no attempt."""
+
+    group: int
+    member: int
+    reason: str
+
+
 class Readied(Event, frozen=True):
     group: int
 
@@ -128,12 +138,36 @@ class Drawn(Event, frozen=True):
     epoch: int
     groups: list[int]
     attempts: list[int]
+    place: Place  # of the whole draw, a store.KeptDraw
+    lowest: int  # first segment of the journal that its trajectories lie in
 
 
 class StepCommitted(Event, frozen=True):
     """The policy version becomes `step` + 1."""
 
     step: int
+
+
+class Checkpointed(Event, frozen=True):
+    """No trainer begins again before `version`: older draws are not asked for any more."""
+
+    version: int
+
+
+class Restored(Event, frozen=True):
+    """The run goes on from a checkpoint of `version`, without the journal of what led to it: `trained` groups
+    did. `position`: of the next task, after those of `again`, which were under way."""
+
+    version: int
+    trained: int
+    position: int
+    again: list[int]
+
+
+class SettingsChanged(Event, frozen=True):
+    """The run was begun again under other settings, of those that may change."""
+
+    settings: Settings
 
 
 class EtaChanged(Event, frozen=True):
@@ -168,9 +202,14 @@ class Evaluated(Event, frozen=True):
 
 
 class Closed(Event, frozen=True):
-    """The run is over; what is held becomes dropped(end)."""
+    """The run is over. `left`: positions of the tasks whose groups were dropped at its end, or had to come again."""
 
     reason: str
+    left: list[int]
+
+
+class Reopened(Event, frozen=True):
+    """A run that was over or had broken goes on; the tasks that were left come first."""
 
 
 class Broke(Event, frozen=True):
@@ -190,16 +229,21 @@ Any = (
     | LeaseReturned
     | Lapsed
     | Refilled
+    | Lost
     | Readied
     | Dropped
     | Failed
     | EpochRaised
     | Drawn
     | StepCommitted
+    | Checkpointed
+    | Restored
+    | SettingsChanged
     | EtaChanged
     | EvaluationBegan
     | Evaluated
     | Closed
+    | Reopened
     | Broke
 )
 """The tagged union, for the journal's decoder."""

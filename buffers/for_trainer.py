@@ -7,8 +7,11 @@ from async_rl.buffers.core import Core
 from async_rl.buffers.draw import Entry, Refused, choose
 from async_rl.buffers.evaluation import Evaluation
 from async_rl.buffers.group import Group
+from async_rl.buffers.settings import changed_data
 from async_rl.buffers.state import Batch
-from async_rl.errors import AsyncRLError
+from async_rl.buffers.store import KeptDraw, kept_draw
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.protocol.buffer import Cursor
 
 
 class Waiting(Struct, frozen=True):
@@ -28,6 +31,58 @@ class Ended(Struct, frozen=True):
 class ForTrainer:
     def __init__(self, core: Core) -> None:
         self._core = core
+
+    def begin(self, epoch: int, at: int, cursor: Cursor | None = None) -> int:
+        """A trainer begins with the weights of version `at`, younger than any before; the buffer's version.
+
+        ConfigError where the steps between them cannot be made again, or the data is not that of `cursor`."""
+        self._fence(epoch)
+        core, state = self._core, self._core.state
+        changed = [] if cursor is None else changed_data(cursor.data, core.settings.data)
+        if changed:
+            raise ConfigError(f"the data is not that of the checkpoint of version {at}: {', '.join(changed)} changed")
+        if cursor is not None and not state.version and not state.admitted:
+            core.record(events.Restored(cursor.version, cursor.trained, cursor.position, cursor.again))
+        if at > state.version:
+            raise ConfigError(
+                f"the checkpoint is of version {at}, but the journal ends at version {state.version}: they are not "
+                "of one run"
+            )
+        gone = next((step for step in range(at, state.version) if self._first_step(step) is None), None)
+        if gone is not None:
+            raise ConfigError(
+                f"the trainer begins at version {at}, but what step {gone} was trained on is kept no more "
+                "(journal.enabled, journal.keep)"
+            )
+        return state.version
+
+    def made(self, step: int, epoch: int) -> KeptDraw | None:
+        """The draw that `step` was made with; None where it is still to be made."""
+        self._fence(epoch)
+        if step >= self._core.state.version:
+            return None
+        first = self._first_step(step)
+        if first is None:
+            raise AsyncRLError(f"draw of step {step}: what it was trained on is kept no more")
+        return self._core.store.get_draw(self._core.state.draws[first].place)
+
+    def _first_step(self, step: int) -> int | None:
+        """The first step of the kept draw that `step` was trained on."""
+        reuse = self._core.settings.reuse
+        return next((first for first in range(step, step - reuse, -1) if first in self._core.state.draws), None)
+
+    def checkpointed(self, version: int, epoch: int) -> None:
+        """No trainer begins before `version` again."""
+        self._fence(epoch)
+        if not 0 <= version <= self._core.state.version:
+            raise AsyncRLError(f"no checkpoint of version {version}: the newest is {self._core.state.version}")
+        self._core.record(events.Checkpointed(version))
+
+    def cursor(self) -> Cursor:
+        """Where the data stands at this version."""
+        state = self._core.state
+        held = [g.position for _, g in sorted(state.training.groups.items()) if g.phase != "drawn"]
+        return Cursor(state.version, state.trained, state.cursor, [*state.again, *held], dict(state.settings.data))
 
     def draw(self, step: int, epoch: int) -> Batch | Waiting | Ended:
         """The batch of `step`; asked again, the same. AsyncRLError for an older trainer, a step that is not
@@ -69,11 +124,29 @@ class ForTrainer:
         )
         if isinstance(chosen, Refused):
             return self._refuse(Waiting(ready, size, chosen.late))
-        attempts = [state.training.groups[number].attempt for number in chosen]
-        self._core.record(events.Drawn(step, state.epoch, chosen, attempts))
+        groups = [state.training.groups[number] for number in chosen]
+        if self._core.lose_damaged(groups):
+            return self._refuse(Waiting(state.training.count("ready"), size))
+        self._core.record(self._kept(step, groups))
         state.check()
         assert state.batch is not None
         return state.batch
+
+    def _kept(self, step: int, groups: list[Group]) -> events.Drawn:
+        core, state = self._core, self._core.state
+        draw = kept_draw(
+            step,
+            state.epoch,
+            groups,
+            core.task_of,
+            hard_max=core.settings.hard_max,
+            dropped_stale=state.dropped.get("stale", 0),
+            failed=sum(state.failed.values()),
+        )
+        place = core.store.put_draw(draw)
+        lowest = min((m.place.segment for g in draw.groups for m in g.members), default=place.segment)
+        numbers, attempts = [g.id for g in groups], [g.attempt for g in groups]
+        return events.Drawn(step, state.epoch, numbers, attempts, place, lowest)
 
     def finish_step(self, step: int, epoch: int) -> int:
         """`step` is made: the new policy version. Asked again, the same."""

@@ -3,6 +3,7 @@
 from async_rl.buffers import events, fitness, grants
 from async_rl.buffers.core import Core
 from async_rl.buffers.group import Lease
+from async_rl.buffers.store import outline
 from async_rl.errors import AsyncRLError
 from async_rl.protocol.buffer import LeaseId, LeaseReply, Stage, WorkerStats
 from async_rl.trajectory import Score, Trajectory
@@ -27,11 +28,11 @@ class ForWorkers:
         if state.closed is not None or state.broken is not None:
             return []
         if stage == "score":
-            granted = grants.score(state, worker, incarnation, n)
+            chosen = grants.score(state, worker, incarnation, n)
+            granted: list[events.Any] = [e for e in chosen if isinstance(e, events.Leased) and self._whole(e)]
         else:
             self._restart_evaluations(version, now)
-            sharers = sum(other.stage == "generate" for other in core.roster.live(now).values())
-            granted = grants.generate(state, worker, incarnation, n, version, sharers=sharers)
+            granted = grants.generate(state, worker, incarnation, n, version, sharers=core.roster.sharers(now))
         core.record(*granted)
         leases = [state.leases[event.lease] for event in granted if isinstance(event, events.Leased)]
         for lease in leases:
@@ -79,7 +80,10 @@ class ForWorkers:
         group = state.pool(lease.group).groups[lease.group]
         in_flight = self._core.settings.in_flight
         wrong = fitness.unfit_trajectory(group, held, trajectory, newest=state.version, in_flight=in_flight)
-        return self._take(lease, events.Generated(lease, member, trajectory), member, wrong)
+        if wrong is not None:
+            return self._refuse(lease, member, wrong)
+        place = self._core.store.put(lease.group, member, trajectory)
+        return self._take(lease, events.Generated(lease, member, outline(trajectory, place)))
 
     def finish_score(
         self, worker: str, incarnation: str, lease: LeaseId, member: int, score: Score, now: float
@@ -87,7 +91,10 @@ class ForWorkers:
         held = self._owed(worker, incarnation, lease, member, now)
         if isinstance(held, LeaseReply):
             return held
-        return self._take(lease, events.Scored(lease, member, score), member, fitness.unfit_score(score))
+        wrong = fitness.unfit_score(score)
+        if wrong is not None:
+            return self._refuse(lease, member, wrong)
+        return self._take(lease, events.Scored(lease, member, score))
 
     def fail(
         self,
@@ -168,11 +175,22 @@ class ForWorkers:
         group = self._core.state.find(lease.group) or self._core.state.over.get(lease.group)
         return None if group is None else group.receipts.get((lease.stage, lease.attempt, member))
 
-    def _take(self, lease: LeaseId, result: events.Any, member: int, wrong: str | None) -> LeaseReply:
-        self._core.record(result if wrong is None else events.MemberFailed(lease, member, wrong))
-        self._core.follow(lease.group, wrong or "")
+    def _take(self, lease: LeaseId, result: events.Generated | events.Scored) -> LeaseReply:
+        self._core.record(result)
+        self._core.follow(lease.group)
         self._core.state.check()
-        return LeaseReply("accepted") if wrong is None else LeaseReply("refused", wrong)
+        return LeaseReply("accepted")
+
+    def _refuse(self, lease: LeaseId, member: int, wrong: str) -> LeaseReply:
+        self._core.record(events.MemberFailed(lease, member, wrong))
+        self._core.follow(lease.group, wrong)
+        self._core.state.check()
+        return LeaseReply("refused", wrong)
+
+    def _whole(self, granted: events.Leased) -> bool:
+        """Whether what is to be scored can be read; what cannot is generated again."""
+        group = self._core.state.find(granted.lease.group)
+        return group is not None and not self._core.lose_damaged([group], granted.members)
 
     def _note_version(self, held: Lease, version: int) -> LeaseReply:
         """The lease's oldest token has `version`; one that it may not have costs the lease."""

@@ -5,7 +5,7 @@ enough for, judged at every grant, and nobody sits on a lease waiting for weight
 """
 
 from async_rl.buffers import admission, events
-from async_rl.buffers.group import Group
+from async_rl.buffers.group import Group, Phase
 from async_rl.buffers.state import State
 from async_rl.protocol.buffer import LeaseId, Stage
 
@@ -54,6 +54,13 @@ def score(state: State, worker: str, incarnation: str, n: int) -> list[events.An
                 return basket.events
             basket.put(group.id, group.attempt, members, -1)
     return basket.events
+
+
+def any_work(state: State, stage: Stage) -> bool:
+    """Whether there is something that some worker of `stage` might be given."""
+    phase: Phase = "waiting" if stage == "generate" else "generated"
+    came_back = state.training.count(phase) or state.held_out.count(phase)
+    return bool(came_back) or (stage == "generate" and state.capacity > 0 and not state.exhausted)
 
 
 def oldest_weights(state: State, group: Group, placed: int) -> int:

@@ -8,13 +8,30 @@ from typing import Literal, get_args
 from msgspec import Struct, field
 
 from async_rl.protocol.buffer import LeaseId
-from async_rl.trajectory import Score, Trajectory
+from async_rl.trajectory import Score
 
 Phase = Literal["waiting", "leased", "generated", "grading", "scored", "ready", "drawn"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Receipt = tuple[str, int, int]
 """(stage, attempt, member) of a result that was taken; member -1: the whole lease was given up."""
+
+
+class Place(Struct, frozen=True):
+    """Where something lies in the journal. `nbytes`: of its whole record."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class Outline(Struct, frozen=True):
+    """What the state knows of a trajectory: enough to decide by."""
+
+    oldest: int  # version of its oldest action token
+    youngest: int
+    truncated: bool  # stopped by max_new_tokens
+    place: Place
 
 
 class Lease(Struct):
@@ -45,7 +62,7 @@ class Group(Struct):
     refilled: bool = False
     sampled: int | None = None  # version of the oldest token of `trajectories`
     youngest: int = -1  # version of the youngest token that votes, once the group is ready
-    trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    trajectories: dict[int, Outline] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
     lease: Lease | None = None
     receipts: dict[Receipt, bool] = field(default_factory=dict)  # True: a result, False: given up
@@ -71,7 +88,7 @@ class Group(Struct):
 
     def youngest_vote(self) -> int:
         """Version of the youngest token of a voting member; -1 without one."""
-        return max((version for m in self.voters for version, _ in self.trajectories[m].versions), default=-1)
+        return max((self.trajectories[m].youngest for m in self.voters), default=-1)
 
     def phase_without_lease(self) -> Phase:
         if self.missing:

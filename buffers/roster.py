@@ -1,6 +1,7 @@
 """Who is alive, what each worker holds and did. Soft state: no journal keeps it, and after a restart of the
 buffer every open lease has a full term again."""
 
+import math
 from collections.abc import Iterable
 
 from msgspec import Struct, field
@@ -32,12 +33,15 @@ class Roster:
         self.workers: dict[str, Worker] = {}
         self._terms: dict[LeaseId, Term] = {}
         self._lease_s, self._lease_max_s = lease_s, lease_max_s
+        self._sharers = 0  # counted now and then: with a thousand workers that is most of a grant
+        self._counted = -math.inf
 
     def greet(self, name: str, incarnation: str, stage: Stage, version: int, now: float) -> bool:
         """A worker asks for work; True where this incarnation of its name was not known: others are dead."""
         worker = self.workers.get(name)
         if worker is None:
             self.workers[name] = Worker(incarnation, stage, version, now)
+            self._counted = -math.inf
             return True
         if incarnation in worker.replaced:
             raise AsyncRLError(f"{name}: incarnation {incarnation} was replaced by {worker.incarnation}")
@@ -67,6 +71,13 @@ class Roster:
     def live(self, now: float) -> dict[str, Worker]:
         """Workers seen within services.lease_s."""
         return {name: w for name, w in self.workers.items() if now - w.seen <= self._lease_s}
+
+    def sharers(self, now: float) -> int:
+        """Rollout workers alive, as of at most a twentieth of services.lease_s ago."""
+        if now - self._counted > self._lease_s / 20:
+            self._sharers = sum(worker.stage == "generate" for worker in self.live(now).values())
+            self._counted = now
+        return self._sharers
 
     def grant(self, lease: LeaseId, now: float) -> None:
         self._terms[lease] = Term(now, now)

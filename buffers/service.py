@@ -10,22 +10,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from async_rl.actor.service import Service
-from async_rl.buffers import evaluation, report
+from async_rl.buffers import evaluation, grants, report, store
 from async_rl.buffers.for_trainer import Ended, Waiting
 from async_rl.buffers.group import Group, Lease
 from async_rl.buffers.journal import Journal
 from async_rl.buffers.journal.disk import DiskJournal
 from async_rl.buffers.journal.memory import MemoryJournal
+from async_rl.buffers.line import Line, Wants
 from async_rl.buffers.machine import Machine
 from async_rl.buffers.settings import Settings
-from async_rl.buffers.state import Batch
+from async_rl.buffers.state import Batch, State, new_state
 from async_rl.config.schema import Config
-from async_rl.errors import AsyncRLError, InvariantError, UserError
+from async_rl.errors import AsyncRLError, InvariantError, JournalDamaged, UserError
 from async_rl.protocol import buffer as messages
 from async_rl.protocol.control import Done
 from async_rl.trajectory import Task
@@ -63,15 +65,18 @@ class BufferService(Service):
         journal: Journal | None = None,
     ) -> None:
         super().__init__(config, name)
+        fingerprint: dict[str, str] = {}
         if tasks is None or held_out is None:
             from async_rl import data
 
+            fingerprint = data.fingerprint(config.data, config.seed)
             tasks = data.TaskStream(config.data, config.seed) if tasks is None else tasks
             held_out = data.held_out_tasks(config.data) if held_out is None else held_out
         self._tasks, self._held_out = tasks, held_out
-        self._journal = journal
-        self._machine = Machine(Settings.of(config, tasks=tasks.length, held_out=len(held_out)))
-        self._changed = asyncio.Event()  # set at the next change, then replaced
+        self._settings = Settings.of(config, tasks=tasks.length, held_out=len(held_out), data=fingerprint)
+        self._given = journal
+        self._workers: dict[messages.Stage, Line] = {"generate": Line(), "score": Line()}
+        self._others = Line()  # the trainer, and this service's own end
         self._asking: dict[str, messages.Acquire] = {}  # the newest Acquire of each worker
         self._waiting: Waiting | None = None  # why the last draw got nothing
         self._failure: AsyncRLError | None = None  # what ends the run
@@ -83,23 +88,25 @@ class BufferService(Service):
     async def main(self) -> None:
         """What the journal holds is read before anybody can ask."""
         self.run.create()
-        if self._journal is None:
-            self._journal = self._open_journal()
+        self._journal, state = self._open_journal()
         try:
+            self._machine = Machine(self._settings, state, store=self._journal, task_of=self._tasks.task)
+            self._machine.go_on(self._settings, complete=self.run.summary.exists())
+            await self._settle()
+            self._note_end()
+            if state.admitted:
+                line = report.conservation_line(self._machine)
+                log.info("%s: goes on at version %d: %s", self.name, state.version, line)
             await super().main()
         finally:
             await self._journal.close()
 
-    def _open_journal(self) -> Journal:
+    def _open_journal(self) -> tuple[Journal, State]:
+        if self._given is not None:
+            return self._given, new_state(self._settings)
         if not self.config.journal.enabled:
-            return MemoryJournal()
-        settings = self._machine.settings
-        journal, state = DiskJournal.open(self.run.journal, settings, self.config.journal.max_bytes)
-        self._machine = Machine(settings, state)
-        self._note_end()
-        if state.admitted:
-            log.info("%s: goes on at version %d: %s", self.name, state.version, report.conservation_line(self._machine))
-        return journal
+            return MemoryJournal(), new_state(self._settings)
+        return DiskJournal.open(self.run.journal, self._settings, self.config.journal)
 
     async def work(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -112,7 +119,8 @@ class BufferService(Service):
 
     async def _until_over(self) -> None:
         """Until the run is closed and every live worker was told, or services.stop_s passed; after an ordered
-        stop or a failure only the answers under way are waited for."""
+        stop or a failure only the answers under way are waited for. A run whose buffer is stopped is not over:
+        the others wait for the next one."""
         ending = asyncio.create_task(self._ending.wait(), name=f"{self.name} ending")
         stopping = asyncio.create_task(self.stopping.wait(), name=f"{self.name} stopping")
         try:
@@ -122,11 +130,10 @@ class BufferService(Service):
             stopping.cancel()
         if self._failure is not None:
             log.error("%s: %s\n%s", self.name, self._failure, report.table(self._machine, time.monotonic()))
-        elif not self._ending.is_set():
-            self._machine.close("an ordered stop")
-            await self._settle()
-        else:
+        elif self._ending.is_set():
             await self._tell_workers()
+        else:
+            self._wake_all()
         await asyncio.sleep(min(self.config.services.heartbeat_s, self.config.services.stop_s / 2))
 
     async def _tell_workers(self) -> None:
@@ -135,8 +142,8 @@ class BufferService(Service):
             untold = [name for name, w in self._machine.roster.live(now).items() if not w.told]
             if not untold:
                 return
-            changed = self._changed
-            await _wait(changed, min(give_up - now, self.config.services.lease_s / TICKS))
+            with self._others.place() as place:
+                await place.wait(min(give_up - now, self.config.services.lease_s / TICKS))
         log.warning("%s: workers left untold of the end (services.stop_s)", self.name)
 
     async def _tick(self) -> None:
@@ -149,7 +156,6 @@ class BufferService(Service):
     async def _settle(self) -> None:
         """Make what happened durable and wake who waits for a change."""
         happened = self._machine.take()
-        assert self._journal is not None
         try:
             await self._journal.append(happened)
         except AsyncRLError as error:  # nothing can be acknowledged any more
@@ -167,15 +173,24 @@ class BufferService(Service):
             self._fail(AsyncRLError(state.broken))
         if state.closed is not None:
             self._ending.set()
+            self._wake_all()
 
     def _fail(self, error: AsyncRLError) -> None:
         """The run ends with `error`; the first one stands."""
         self._failure = self._failure or error
         self._ending.set()
+        self._wake_all()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Something changed: who waits may try again."""
+        self._others.wake_all()
+        for stage, line in self._workers.items():
+            if grants.any_work(self._machine.state, stage):
+                line.wake()
+
+    def _wake_all(self) -> None:
+        for line in (*self._workers.values(), self._others):
+            line.wake_all()
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -185,17 +200,18 @@ class BufferService(Service):
             match request:
                 case messages.Acquire(wait_s=wait_s):
                     self._asking[request.worker] = request
-                    granted = await self._poll(lambda: self._acquire(request), wait_s)
+                    line, wants = self._workers[request.stage], (request.version, request.n)
+                    granted = await self._poll(lambda: self._acquire(request), wait_s, line, wants)
                     return granted or messages.Leases()
                 case messages.Draw(wait_s=wait_s):
-                    drawn = await self._poll(lambda: self._draw(request), wait_s)
+                    drawn = await self._poll(lambda: self._draw(request), wait_s, self._others)
                     return drawn or messages.NotYet(self._why_no_draw())
                 case messages.GetEvaluation(version, wait_s):
-                    done = await self._poll(lambda: self._evaluation(version), wait_s)
+                    done = await self._poll(lambda: self._evaluation(version), wait_s, self._others)
                     return done or messages.NotYet(self._why_no_evaluation(version))
                 case _:
                     return self._command(request)
-        except (InvariantError, UserError) as error:  # a defect, or a task that cannot be read: the run ends
+        except (InvariantError, JournalDamaged, UserError) as error:  # a defect, or what cannot be read: the run ends
             self._fail(error)
             raise
         finally:
@@ -209,15 +225,25 @@ class BufferService(Service):
                 return messages.Extended(revoked, self._tell_ended(worker))
             case messages.Started(worker, incarnation, lease, version):
                 return workers.started(worker, incarnation, lease, version, now)
-            case messages.FinishGenerate(worker, incarnation, lease, member, trajectory):
-                return workers.finish_generate(worker, incarnation, lease, member, trajectory, now)
-            case messages.FinishScore(worker, incarnation, lease, member, score):
-                return workers.finish_score(worker, incarnation, lease, member, score, now)
+            case messages.FinishGenerate(worker, incarnation, results):
+                take = partial(workers.finish_generate, worker, incarnation, now=now)
+                return messages.LeaseReplies([take(r.lease, r.member, r.trajectory) for r in results])
+            case messages.FinishScore(worker, incarnation, results):
+                score = partial(workers.finish_score, worker, incarnation, now=now)
+                return messages.LeaseReplies([score(r.lease, r.member, r.score) for r in results])
             case messages.Fail(worker, incarnation, lease, member, reason, fault):
                 log.warning("%s: %s gives group %d back: %s", self.name, worker, lease.group, reason)
                 return workers.fail(worker, incarnation, lease, member, reason, now, fault=fault)
+            case messages.Begin(epoch, at, cursor):
+                log.info("%s: trainer %d begins with version %d", self.name, epoch, at)
+                return messages.Begun(trainer.begin(epoch, at, cursor))
             case messages.FinishStep(step, epoch):
                 return messages.StepFinished(trainer.finish_step(step, epoch))
+            case messages.Checkpointed(version, epoch):
+                trainer.checkpointed(version, epoch)
+                return Done()
+            case messages.GetCursor():
+                return messages.DataCursor(trainer.cursor())
             case messages.Evaluate(version):
                 trainer.evaluate(version)
                 return Done()
@@ -229,21 +255,29 @@ class BufferService(Service):
                 return report.buffer_report(self._machine, now)
         raise AsyncRLError(f"{self.name} has no answer to {type(request).__name__}")
 
-    async def _poll(self, attempt: Callable[[], Any], wait_s: float) -> Any:
-        """What `attempt` gives as soon as it gives something; None after `wait_s`."""
-        give_up = time.monotonic() + wait_s
+    async def _poll(self, attempt: Callable[[], Any], wait_s: float, line: Line, wants: Wants = (0, 0)) -> Any:
+        """What `attempt` gives as soon as it gives something; None after `wait_s`. Waits in `line` meanwhile."""
+        give_up, has_turn = time.monotonic() + wait_s, False
         while True:
-            changed = self._changed
-            answer = attempt()
-            left = give_up - time.monotonic()
-            if answer is not None or left <= 0 or self.stopping.is_set():
-                return answer
-            await self._settle()
-            await _wait(changed, left)
+            with line.place(wants) as place:
+                answer = None
+                try:
+                    answer = attempt()
+                finally:
+                    if has_turn and self._machine.idle:
+                        line.pass_on(wants if answer is None else None)
+                left = give_up - time.monotonic()
+                if answer is not None or left <= 0 or self.stopping.is_set():
+                    return answer
+                await self._settle()
+                await place.wait(left)
+            has_turn = place.turn.is_set()
 
     def _acquire(self, request: messages.Acquire) -> messages.Leases | None:
         if self._asking[request.worker] is not request:
             return messages.Leases()  # asked again over a new connection: nobody would take this answer
+        if not self._machine.state.epoch and not self._ending.is_set():
+            return None  # the trainer says first where the run stands
         leases = self._machine.workers.acquire(
             request.worker, request.incarnation, request.stage, request.n, request.version, time.monotonic()
         )
@@ -252,10 +286,16 @@ class BufferService(Service):
         return self._lease_messages(leases) if leases else None
 
     def _draw(self, request: messages.Draw) -> messages.Drawn | messages.DataEnded | None:
+        try:
+            draw = self._machine.trainer.made(request.step, request.epoch)
+            if draw is not None:
+                return store.drawn(draw, request.step, self._journal.get)
+        except JournalDamaged as error:
+            raise JournalDamaged(f"step {request.step} cannot be made again: {error}") from None
         answer = self._machine.trainer.draw(request.step, request.epoch)
         match answer:
-            case Batch():
-                return self._drawn(answer, request.step)
+            case Batch(place=place):
+                return store.drawn(self._journal.get_draw(place), request.step, self._journal.get)
             case Ended(reason):
                 return messages.DataEnded(reason)
             case Waiting():
@@ -279,7 +319,7 @@ class BufferService(Service):
         ended = self._ending.is_set()
         if ended:
             self._machine.roster.tell_ended(worker)
-            self._wake()
+            self._others.wake_all()
         return ended
 
     # --- what goes out -------------------------------------------------------------------------------
@@ -292,7 +332,7 @@ class BufferService(Service):
             if lease.id.stage == "generate":
                 generate.append(self._generate(group, lease))
             else:
-                trajectories = [(member, group.trajectories[member]) for member in lease.open]
+                trajectories = [(m, self._journal.get(group.trajectories[m].place)) for m in lease.open]
                 score.append(messages.ScoreLease(lease.id, self._task(group), trajectories))
         return messages.Leases(generate, score)
 
@@ -312,29 +352,5 @@ class BufferService(Service):
             exact_version=group.exact_version,
         )
 
-    def _drawn(self, batch: Batch, step: int) -> messages.Drawn:
-        state = self._machine.state
-        return messages.Drawn(
-            step=step,
-            groups=[self._drawn_group(group) for group in batch.groups],
-            dropped_stale=state.dropped.get("stale", 0),
-            failed=sum(state.failed.values()),
-            sequence=step - batch.step,
-        )
-
-    def _drawn_group(self, group: Group) -> messages.DrawnGroup:
-        members = [messages.DrawnMember(m, group.trajectories[m], group.scores[m]) for m in group.wanted]
-        hard_max = self._machine.settings.hard_max
-        bound = group.eta if hard_max is None else hard_max
-        return messages.DrawnGroup(group.id, group.attempt, self._task(group), bound, members)
-
     def _task(self, group: Group) -> Task:
         return self._tasks.task(group.position) if group.id >= 0 else self._held_out[group.position]
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass

@@ -9,6 +9,9 @@ from async_rl.config.modes import bounds
 from async_rl.config.schema import Config, Filter, OnExceed
 from async_rl.errors import ConfigError
 
+CHANGEABLE = ("eta", "max_steps", "max_failures", "lease_s", "lease_max_s", "samples")
+"""Settings that may differ when a run goes on; all others decided what was sampled and drawn."""
+
 
 class Settings(Struct, frozen=True):
     groups: int  # B, groups of a step
@@ -28,9 +31,10 @@ class Settings(Struct, frozen=True):
     held_out: int  # tasks of an evaluation
     samples: int  # trajectories of each
     filter: Filter = Filter()
+    data: dict[str, str] = {}  # fingerprint of each source, async_rl.data.fingerprint
 
     @classmethod
-    def of(cls, config: Config, *, tasks: int | None, held_out: int) -> "Settings":
+    def of(cls, config: Config, *, tasks: int | None, held_out: int, data: dict[str, str] | None = None) -> "Settings":
         """The settings of `config` for `tasks` tasks; ConfigError for what can never be served."""
         limits, batch = bounds(config), config.batch
         size = batch.group_size
@@ -61,6 +65,7 @@ class Settings(Struct, frozen=True):
             held_out=held_out,
             samples=config.evaluation.samples,
             filter=config.filter,
+            data=data or {},
         )
 
     def eta_prime(self, eta: int) -> int:
@@ -80,3 +85,19 @@ class Settings(Struct, frozen=True):
     def waits(self) -> bool:
         """Nothing is lost: a draw must leave the rest feasible."""
         return self.on_exceed in ("wait", "correct")
+
+
+def require_continuable(old: Settings, new: Settings) -> None:
+    """ConfigError with the first setting that a run cannot go on under."""
+    for name in Settings.__struct_fields__:
+        before, now = getattr(old, name), getattr(new, name)
+        if before == now or name in CHANGEABLE:
+            continue
+        if name == "data":
+            raise ConfigError(f"the data is not that of this run: {', '.join(changed_data(before, now))} changed")
+        raise ConfigError(f"this run was begun with {name} = {before}, now it is {now}; a run that goes on keeps it")
+
+
+def changed_data(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    """The sources whose fingerprints differ, and "order" where that does."""
+    return sorted(key for key in old | new if old.get(key) != new.get(key))

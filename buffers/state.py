@@ -3,13 +3,11 @@
 Conservation, at any moment: admitted = trained + dropped + failed + held.
 """
 
-from collections import deque
-
 from msgspec import Struct, field
 
 from async_rl.buffers import admission, events
 from async_rl.buffers.evaluation import Evaluation, Mark
-from async_rl.buffers.group import Group, Lease, Pool, Receipt
+from async_rl.buffers.group import Group, Lease, Place, Pool, Receipt
 from async_rl.buffers.settings import Settings
 from async_rl.errors import InvariantError
 from async_rl.protocol.buffer import LeaseId
@@ -26,6 +24,14 @@ class Batch(Struct):
 
     step: int
     groups: list[Group]  # in deadline and admission order
+    place: Place  # of what was sent, a store.KeptDraw
+
+
+class Kept(Struct, frozen=True):
+    """Where a draw lies that may have to be made again."""
+
+    place: Place
+    lowest: int  # first segment of the journal that its trajectories lie in
 
 
 class Over(Struct, frozen=True):
@@ -41,11 +47,12 @@ class State(Struct):
     version: int = 0
     epoch: int = 0
     cursor: int = 0  # next position in the stream of tasks
-    again: deque[int] = field(default_factory=deque)  # positions that come first, of groups that went stale
+    again: list[int] = field(default_factory=list)  # positions that come first, of groups that went stale
     training: Pool = field(default_factory=Pool)
     held_out: Pool = field(default_factory=Pool)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     batch: Batch | None = None
+    draws: dict[int, Kept] = field(default_factory=dict)  # by first step, since the oldest checkpoint that is kept
     over: dict[int, Over] = field(default_factory=dict)  # the last REMEMBERED ended groups
     admitted: int = 0
     trained: int = 0
@@ -58,6 +65,7 @@ class State(Struct):
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by the version asked for
     evaluated: int = 0  # evaluation groups so far
     closed: str | None = None
+    left: list[int] = field(default_factory=list)  # positions of the tasks that were not trained when it was closed
     broken: str | None = None
 
     # --- what follows from it ------------------------------------------------------------------------
@@ -135,11 +143,10 @@ class State(Struct):
                 self.pool(group.id).move(group, "leased" if lease.stage == "generate" else "grading")
             case events.StartedAt(lease=lease, version=version):
                 self.leases[lease].started = version
-            case events.Generated(lease=lease, member=member, trajectory=trajectory):
+            case events.Generated(lease=lease, member=member, outline=outline):
                 group = self._group(lease.group)
-                group.trajectories[member] = trajectory
-                oldest = trajectory.oldest_version
-                group.sampled = oldest if group.sampled is None else min(group.sampled, oldest)
+                group.trajectories[member] = outline
+                group.sampled = outline.oldest if group.sampled is None else min(group.sampled, outline.oldest)
                 self._settle(group, member, taken=True)
             case events.Scored(lease=lease, member=member, score=score):
                 group = self._group(lease.group)
@@ -163,6 +170,8 @@ class State(Struct):
                 self._give_back(self._group(lease.group))
             case events.Refilled():
                 self._refill(event)
+            case events.Lost(group=number, member=member):
+                self._lose(self._group(number), member)
             case events.Readied(group=number):
                 self.failed_in_row = 0
                 self.filtered.clear()
@@ -178,24 +187,39 @@ class State(Struct):
                 self._end(self._group(number), f"failed({reason})")
             case events.EpochRaised(epoch=epoch):
                 self.epoch = epoch
-            case events.Drawn(step=step, groups=numbers):
+            case events.Drawn(step=step, groups=numbers, place=place, lowest=lowest):
                 drawn = [self._group(number) for number in numbers]
                 for group in drawn:
                     self.training.move(group, "drawn")
-                self.batch = Batch(step, drawn)
+                self.batch = Batch(step, drawn, place)
+                self.draws[step] = Kept(place, lowest)
             case events.StepCommitted(step=step):
                 self._commit(step)
+            case events.Checkpointed(version=version):
+                for old in [first for first in self.draws if first + self.settings.reuse <= version]:
+                    del self.draws[old]
+            case events.Restored(version=version, trained=trained, position=position, again=again):
+                self.version, self.admitted, self.trained = version, trained, trained
+                self.cursor, self.again = position, list(again)
+            case events.SettingsChanged(settings=settings):
+                self.settings = settings
             case events.EtaChanged(eta=eta):
                 self.eta = eta
             case events.EvaluationBegan():
                 self._begin_evaluation(event)
             case events.Evaluated(group=number):
                 self._mark(self._group(number))
-            case events.Closed(reason=reason):
-                self.closed = reason
+            case events.Closed(reason=reason, left=left):
+                self.closed, self.left = reason, left
+                self.again.clear()
                 self.batch = None
                 for group in list(self.held_out.groups.values()):
                     self._end(group, "given up at the end")
+            case events.Reopened():
+                self.closed = self.broken = None
+                self.again = [*self.left, *self.again]
+                self.left, self.failed_in_row = [], 0
+                self.filtered.clear()
             case events.Broke(reason=reason):
                 self.broken = reason
 
@@ -244,10 +268,19 @@ class State(Struct):
         for member in event.out:
             del group.trajectories[member], group.scores[member]
         group.wanted = [member for member in group.wanted if member not in event.out] + event.fresh
-        group.sampled = min((t.oldest_version for t in group.trajectories.values()), default=None)
+        group.sampled = min((t.oldest for t in group.trajectories.values()), default=None)
         group.refilled = True
         group.attempt += 1
         self.pool(group.id).move(group, group.phase_without_lease())
+
+    def _lose(self, group: Group, member: int) -> None:
+        """A lease to score it ends; one to generate others goes on."""
+        del group.trajectories[member]
+        group.scores.pop(member, None)
+        group.sampled = min((t.oldest for t in group.trajectories.values()), default=None)
+        if group.lease is None or group.lease.id.stage == "score":
+            group.attempt += 1
+            self._release(group)
 
     def _drop(self, group: Group, reason: events.DropReason) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1

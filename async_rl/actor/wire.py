@@ -19,10 +19,13 @@ import zmq
 
 from async_rl.errors import WireError
 
-INLINE_BYTES = 1024
+INLINE_BYTES = 16 * 1024
 CREDIT = 256  # requests that one peer may have under way
 HIGH_WATER_MARK = 1000  # messages that ZeroMQ queues for one peer before the sender must wait
 DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
+
+_DTYPES = {name: np.dtype(name) for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Frame = bytes | memoryview | zmq.Frame
 
@@ -95,9 +98,12 @@ def decode_envelope(frame: Frame) -> Envelope:
 
 
 class Codec:
-    """Encodes and decodes the messages of one union. Not for use by two threads at once."""
+    """Encodes and decodes the messages of one union. Not for use by two threads at once.
 
-    def __init__(self, union: Any) -> None:
+    inline_bytes: arrays below it stand in the body."""
+
+    def __init__(self, union: Any, inline_bytes: int = INLINE_BYTES) -> None:
+        self._inline_bytes = inline_bytes
         self._arrays: list[Frame] = []
         self._taken: set[int] = set()  # array frames that the body has named
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put)
@@ -132,32 +138,46 @@ class Codec:
             return value.item()
         if not isinstance(value, np.ndarray):
             raise TypeError(f"{type(value).__name__} has no wire format")
-        if value.dtype.name not in DTYPES:
-            raise TypeError(f"arrays of {value.dtype} have no wire format")
-        array = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
-        if array.nbytes < INLINE_BYTES:
-            return [array.dtype.name, value.shape, array.tobytes()]
-        self._arrays.append(array.reshape(-1).view(np.uint8).data)
-        return [array.dtype.name, value.shape, len(self._arrays) - 1]
+        name = _NAMES.get(value.dtype)
+        if name is None:
+            name = value.dtype.name
+            if name not in DTYPES:
+                raise TypeError(f"arrays of {value.dtype} have no wire format")
+            value = value.astype(name)  # of another byte order
+        if not value.flags.c_contiguous:
+            value = np.ascontiguousarray(value)
+        if value.nbytes < self._inline_bytes:
+            return [name, value.shape, value.tobytes()]
+        self._arrays.append(memoryview(value).cast("B"))
+        return [name, value.shape, len(self._arrays) - 1]
 
     def _take(self, kind: type, value: Any) -> Any:
         if kind is not np.ndarray:
             raise ValueError(f"no wire format for {kind.__name__}")
-        match value:
-            case [str(dtype), list(shape), bytes(data)] if dtype in DTYPES:
-                raw: Any = data
-            case [str(dtype), list(shape), int(k)] if dtype in DTYPES and 0 <= k < len(self._arrays):
-                raw = bytes_of(self._arrays[k])
-                self._taken.add(k)
-            case _:
-                raise ValueError("an array stands as [dtype, shape, frame]")
-        if not all(type(n) is int and 0 <= n < 2**40 for n in shape):
-            raise ValueError("a shape is a list of sizes")
-        flat = np.frombuffer(raw, dtype=np.dtype(dtype)) if len(raw) else np.empty(0, dtype=dtype)
+        if type(value) is not list or len(value) != 3 or type(value[0]) is not str or type(value[1]) is not list:
+            raise ValueError("an array stands as [dtype, shape, frame]")
+        name, shape, place = value
+        dtype = _DTYPES.get(name)
+        if dtype is None or type(place) not in (bytes, int):
+            raise ValueError("an array stands as [dtype, shape, frame]")
+        for size in shape:
+            if type(size) is not int or not 0 <= size < 2**40:
+                raise ValueError("a shape is a list of sizes")
+        flat = np.frombuffer(raw, dtype) if (raw := self._raw(place)) else np.empty(0, dtype)
         if not flat.flags.aligned:  # a small frame lies anywhere in ZeroMQ's receive buffer; torch wants it aligned
             flat = flat.copy()
-        flat.flags.writeable = False
-        return flat.reshape(shape)
+        if flat.flags.writeable:
+            flat.flags.writeable = False
+        return flat if len(shape) == 1 and shape[0] == flat.size else flat.reshape(shape)
+
+    def _raw(self, place: bytes | int) -> bytes | memoryview:
+        """The bytes themselves, or those of the frame that is named."""
+        if isinstance(place, bytes):
+            return place
+        if not 0 <= place < len(self._arrays):
+            raise ValueError("an array stands as [dtype, shape, frame]")
+        self._taken.add(place)
+        return bytes_of(self._arrays[place])
 
 
 def _one_line(error: Exception) -> str:

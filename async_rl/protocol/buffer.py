@@ -72,20 +72,32 @@ class Extend(Message, frozen=True):
     stats: WorkerStats = WorkerStats()
 
 
-class FinishGenerate(Message, frozen=True):
-    worker: str
-    incarnation: str
+class Sampled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease: LeaseId
     member: int
     trajectory: Trajectory
 
 
-class FinishScore(Message, frozen=True):
-    worker: str
-    incarnation: str
+class Graded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease: LeaseId
     member: int
     score: Score
+
+
+class FinishGenerate(Message, frozen=True):
+    """Results of one or more leases of the worker; answered with LeaseReplies, one each, in their order."""
+
+    worker: str
+    incarnation: str
+    results: list[Sampled]
+
+
+class FinishScore(Message, frozen=True):
+    """Results of one or more leases of the worker; answered with LeaseReplies, one each, in their order."""
+
+    worker: str
+    incarnation: str
+    results: list[Graded]
 
 
 class Fail(Message, frozen=True):
@@ -131,10 +143,14 @@ class Leases(Message, frozen=True):
 
 
 class LeaseReply(Message, frozen=True):
-    """Answer to Started, Finish*, Fail. `revoked`: the lease is no longer the worker's; drop the work."""
+    """Answer to Started, Fail, and to each result. `revoked`: the lease is no longer the worker's; drop the work."""
 
     outcome: Outcome
     reason: str = ""
+
+
+class LeaseReplies(Message, frozen=True):
+    replies: list[LeaseReply]
 
 
 class Extended(Message, frozen=True):
@@ -147,8 +163,52 @@ class Extended(Message, frozen=True):
 # --- trainer <-> buffer ------------------------------------------------------------------------------
 
 
+class Cursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where version `version` stands in the data: tasks that are not trained come again, none is skipped."""
+
+    version: int
+    trained: int  # groups
+    position: int  # next task of the stream, after those of `again`
+    again: list[int]  # positions of the tasks that were admitted and are not trained
+    data: dict[str, str]  # fingerprint of each source, as in the buffer's settings
+
+
+class GetCursor(Message, frozen=True):
+    """Answered with DataCursor, of the version that the buffer has now."""
+
+
+class DataCursor(Message, frozen=True):
+    cursor: Cursor
+
+
+class Begin(Message, frozen=True):
+    """A trainer began, with the weights of version `at`; those of a lower epoch are refused from here on.
+
+    `cursor`: of the checkpoint it began with. A buffer that knows nothing of the run goes on from there."""
+
+    epoch: int
+    at: int
+    cursor: Cursor | None = None
+
+
+class Begun(Message, frozen=True):
+    """The buffer's version. Where it is above the trainer's, the steps between them are to be made again: the
+    draws are those that were."""
+
+    version: int
+
+
+class Checkpointed(Message, frozen=True):
+    """No trainer begins again before `version`, the oldest checkpoint that is kept. Answered with Done."""
+
+    version: int
+    epoch: int
+
+
 class Draw(Message, frozen=True):
-    """Ask for the batch of `step`; waits up to `wait_s`. `epoch` fences old trainers out."""
+    """Ask for the batch of `step`; waits up to `wait_s`. `epoch` fences old trainers out.
+
+    A step that was made before gets the draw that it had."""
 
     step: int
     epoch: int
@@ -268,8 +328,11 @@ BufferRequest = (
     | FinishGenerate
     | FinishScore
     | Fail
+    | Begin
     | Draw
     | FinishStep
+    | Checkpointed
+    | GetCursor
     | Evaluate
     | GetEvaluation
     | Close
@@ -279,11 +342,14 @@ BufferRequest = (
 BufferReply = (
     Leases
     | LeaseReply
+    | LeaseReplies
     | Extended
     | Drawn
     | NotYet
     | DataEnded
     | StepFinished
+    | Begun
+    | DataCursor
     | EvaluationReport
     | BufferReport
     | ControlReply

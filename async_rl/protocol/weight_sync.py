@@ -34,6 +34,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buckets: list[Bucket]
 
 
+class Fence(Message, frozen=True):
+    """A trainer of `epoch` began: what older ones publish is refused from here on. Answered with Done."""
+
+    epoch: int
+
+
 class Offer(Message, frozen=True):
     """The trainer has a version to publish and needs a slot of `nbytes`."""
 
@@ -101,5 +107,5 @@ class Released(Message, frozen=True):
     valid: bool
 
 
-WeightSyncRequest = Offer | Commit | Fetch | Release | ControlRequest
+WeightSyncRequest = Fence | Offer | Commit | Fetch | Release | ControlRequest
 WeightSyncReply = Slot | Visible | Rejected | Weights | NoNewer | Released | ControlReply

@@ -1,151 +1,191 @@
-"""The journal of a run on disk: runs/NAME/journal/events.
+"""The journal of a run on disk, the writing side.
 
-The first record holds the settings that the events were decided by, each further one an event. Group commit: a
-thread writes and syncs what has gathered while it was busy with the batch before.
+Group commit: a thread writes and syncs what has gathered while it was busy with the batch before. Each opening
+begins a new segment, with the state as it then is; so does a segment that is full and, where only what the
+checkpoints need is kept, each checkpoint.
 """
 
 import asyncio
 import logging
-import mmap
 import os
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
-from async_rl.actor.wire import Codec
+from async_rl.actor.wire import Codec, Frame
 from async_rl.buffers import events
-from async_rl.buffers.journal import record
+from async_rl.buffers.group import Place
+from async_rl.buffers.journal import archive
+from async_rl.buffers.journal.batch import FIRST, Chunk, Tail
+from async_rl.buffers.journal.record import Kind
+from async_rl.buffers.journal.segment import Segments, append
 from async_rl.buffers.settings import Settings
+from async_rl.buffers.snapshot import freeze
 from async_rl.buffers.state import State, new_state
-from async_rl.errors import AsyncRLError, ConfigError, JournalDamaged, JournalFull, WireError
+from async_rl.buffers.store import KeptDraw
+from async_rl.config import schema
+from async_rl.errors import JournalFull
+from async_rl.trajectory import Trajectory
 
-_PARTS = 512  # buffers of one write; the system takes 1024 at most
+INLINE_BYTES = 256  # of an array that is copied; a buffer of its own costs a write less than that, a message more
 log = logging.getLogger(__name__)
 
 
 class DiskJournal:
-    """`open` gives the journal and the state that it holds; one process at a time may have it open."""
+    """`open` gives the journal and the state that it holds; one process at a time may have it open.
 
-    def __init__(self, path: Path, file: int, size: int, max_bytes: int) -> None:
-        self._path, self._file, self._size, self._max_bytes = path, file, size, max_bytes
-        self._encode = Codec(events.Any).encode
-        self._gathered: list[record.Part] = []
+    The state is looked at in `append`, and must then be as it is after what is appended.
+    """
+
+    def __init__(self, segments: Segments, state: State, segment: int, number: int, limits: schema.Journal) -> None:
+        self._segments, self._state, self._limits = segments, state, limits
+        self._encode_trajectory, self._encode_draw = Codec(Trajectory, INLINE_BYTES).encode, Codec(KeptDraw).encode
+        self._tail = Tail(segment, number, freeze(state), self._lowest(segment))
+        self._recent = _Recent(limits.cache_bytes)
+        self._file: int | None = None  # the segment that is written to
+        self._nbytes = segments.nbytes()
         self._writing: asyncio.Task[None] | None = None  # the newest batch
         self._open = False  # it still takes what is appended
 
     @classmethod
-    def open(cls, folder: Path, settings: Settings, max_bytes: int) -> tuple["DiskJournal", State]:
-        """JournalDamaged where the state cannot be had again, ConfigError where it was decided by others."""
+    def open(cls, folder: Path, settings: Settings, limits: schema.Journal) -> tuple["DiskJournal", State]:
+        """A new run begins under `settings`, any other goes on with those it has. JournalDamaged where the state
+        cannot be had again, JournalFull where there is no room to go on."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "events"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            state, size = recover(path, settings)
-            torn = os.fstat(file).st_size - size
-            if torn:
-                log.warning("%s: cut off the last %d bytes, a write that was never finished", path, torn)
-                os.ftruncate(file, size)
-            journal = cls(path, file, size, max_bytes)
-            if not size:
-                journal._write(record.encode([msgspec.msgpack.encode(settings)]))
-                _sync(folder)
-        except BaseException:
-            os.close(file)
-            raise
+        segments = Segments(folder)
+        if segments.numbers():
+            state, newest, number, rest = archive.recover(segments)
+            if rest:
+                log.warning(
+                    "%s: its last %d bytes, a write that was never finished, are left out", segments.path(newest), rest
+                )
+        else:
+            state, newest, number = new_state(settings), 0, FIRST
+        journal = cls(segments, state, newest + 1, number, limits)
+        journal._write(journal._tail.take())
         return journal, state
 
+    # --- the store -----------------------------------------------------------------------------------
+
+    def put(self, group: int, member: int, trajectory: Trajectory) -> Place:
+        return self._put(Kind.TRAJECTORY, self._encode_trajectory(trajectory), trajectory)
+
+    def put_draw(self, draw: KeptDraw) -> Place:
+        return self._put(Kind.DRAW, self._encode_draw(draw), draw)
+
+    def get(self, place: Place) -> Trajectory:
+        recent = self._recent.get(place)
+        return recent if isinstance(recent, Trajectory) else self._segments.trajectory(place)
+
+    def get_draw(self, place: Place) -> KeptDraw:
+        recent = self._recent.get(place)
+        return recent if isinstance(recent, KeptDraw) else self._segments.draw(place)
+
+    def _put(self, kind: Kind, frames: Sequence[Frame], content: Trajectory | KeptDraw) -> Place:
+        place = self._tail.add(kind, frames)
+        self._recent.add(place, content)
+        return place
+
+    # --- the log -------------------------------------------------------------------------------------
+
     async def append(self, happened: Sequence[events.Any]) -> None:
-        for event in happened:
-            self._gathered += record.encode(self._encode(event))
-        if self._gathered and not self._open:
+        self._tail.happened(happened)
+        if self._is_over(happened):
+            self._tail.roll(freeze(self._state), self._lowest(self._tail.segment + 1))
+        if not self._open and not self._tail.empty:
             self._open = True
             self._writing = asyncio.create_task(self._commit(self._writing), name="journal commit")
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
-    async def _commit(self, before: "asyncio.Task[None] | None") -> None:
-        """Write all that gathers until the batch before is durable. After a failure nothing is written."""
-        if before is not None:
-            await asyncio.shield(before)
-        batch, self._gathered = self._gathered, []
-        self._open = False
-        await asyncio.to_thread(self._write, batch)
-
     async def close(self) -> None:
         try:
             await self.append([])
         finally:
-            os.close(self._file)
+            self._segments.close()
+            if self._file is not None:
+                os.close(self._file)
 
-    def _write(self, parts: list[record.Part]) -> None:
-        total = sum(len(part) for part in parts)
-        if self._size + total > self._max_bytes:
-            raise JournalFull(
-                f"{self._path}: {total} bytes more than its {self._size} exceed journal.max_bytes = {self._max_bytes}"
-            )
-        try:
-            _write_all(self._file, parts)
-            os.fdatasync(self._file)
-        except OSError as error:
-            raise JournalFull(f"{self._path}: cannot be written after {self._size} bytes: {error.strerror}") from None
-        self._size += total
+    def _is_over(self, happened: Sequence[events.Any]) -> bool:
+        """Whether the segment is to end with the batch that is gathered."""
+        checkpoint = self._limits.keep == "checkpoint" and any(isinstance(e, events.Checkpointed) for e in happened)
+        return checkpoint or self._tail.fuller_than(self._limits.segment_bytes)
 
+    def _lowest(self, begun: int) -> int | None:
+        """The first segment that is kept once `begun` is durable; None: all are."""
+        return min([begun, *_named(self._state)]) if self._limits.keep == "checkpoint" else None
 
-def recover(path: Path, settings: Settings) -> tuple[State, int]:
-    """The state that the journal at `path` holds, and how many bytes of it are whole records."""
-    state, end, decode = new_state(settings), 0, Codec(events.Any).decode
-    try:
-        for number, found in enumerate(record.scan(_mapped(path))):
-            frames = [bytes(frame) for frame in found.frames]
-            if number:
-                state.apply(decode(frames))
-            else:
-                _require_same(path, msgspec.msgpack.decode(frames[0], type=Settings), settings)
-            end = found.end
-        state.check()
-    except ConfigError:
-        raise
-    except (JournalDamaged, WireError, msgspec.DecodeError) as error:
-        raise JournalDamaged(f"{path}: {error}; what the buffer held after byte {end} cannot be had again") from None
-    except (AsyncRLError, KeyError, ValueError, AssertionError) as error:
-        raise JournalDamaged(f"{path}: the event after byte {end} does not follow from those before: {error}") from None
-    return state, end
+    async def _commit(self, before: "asyncio.Task[None] | None") -> None:
+        """Write all that gathers until the batch before is durable. After a failure nothing is written."""
+        if before is not None:
+            await asyncio.shield(before)
+        self._open = False
+        batch, end = self._tail.take(), (self._tail.segment, self._tail.end)
+        await asyncio.to_thread(self._write, batch)
+        self._recent.trim(end)
+        for lowest in [chunk.lowest for chunk in batch if chunk.lowest is not None]:
+            self._segments.close_below(lowest)
 
+    def _write(self, batch: list[Chunk]) -> None:
+        for chunk in batch:
+            path = self._segments.path(chunk.segment)
+            if self._nbytes + chunk.nbytes > self._limits.max_bytes:
+                raise JournalFull(
+                    f"{path}: {chunk.nbytes} bytes more than the journal's {self._nbytes} exceed journal.max_bytes = "
+                    f"{self._limits.max_bytes}"
+                )
+            try:
+                self._write_chunk(chunk)
+            except OSError as error:
+                raise JournalFull(
+                    f"{path}: cannot be written, after {self._nbytes} bytes of journal: {error.strerror}"
+                ) from None
 
-def _mapped(path: Path) -> memoryview:
-    if not path.stat().st_size:
-        return memoryview(b"")
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _require_same(path: Path, old: Settings, new: Settings) -> None:
-    for name in Settings.__struct_fields__:
-        before, now = getattr(old, name), getattr(new, name)
-        if before != now:
-            raise ConfigError(
-                f"{path}: written with {name} = {before}, now it is {now}; a run that is continued keeps its settings"
-            )
-
-
-def _write_all(file: int, parts: Sequence[record.Part]) -> None:
-    """What one call leaves unwritten goes into the next."""
-    left = [memoryview(part) for part in parts if len(part)]
-    while left:
-        written = os.writev(file, left[:_PARTS])
-        done = 0
-        while done < len(left) and written >= left[done].nbytes:
-            written -= left[done].nbytes
-            done += 1
-        del left[:done]
-        if written:
-            left[0] = left[0][written:]
+    def _write_chunk(self, chunk: Chunk) -> None:
+        if chunk.begins:
+            before, self._file = self._file, self._segments.begin(chunk.segment, chunk.parts)
+            if before is not None:
+                os.close(before)
+        else:
+            assert self._file is not None
+            append(self._file, chunk.parts)
+        self._nbytes += chunk.nbytes
+        if chunk.lowest is not None:
+            self._nbytes -= self._segments.remove_below(chunk.lowest)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+class _Recent:
+    """What was put last. All that is not durable yet; beyond that, as much as `limit` bytes hold."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._nbytes = limit, 0
+        self._content: OrderedDict[Place, Trajectory | KeptDraw] = OrderedDict()  # in the order of their places
+
+    def add(self, place: Place, content: Trajectory | KeptDraw) -> None:
+        self._content[place] = content
+        self._nbytes += place.nbytes
+
+    def get(self, place: Place) -> Trajectory | KeptDraw | None:
+        return self._content.get(place)
+
+    def trim(self, durable: tuple[int, int]) -> None:
+        """durable: segment and offset that all before is durable."""
+        while self._nbytes > self._limit:
+            oldest = next(iter(self._content))
+            if (oldest.segment, oldest.offset) >= durable:
+                return
+            del self._content[oldest]
+            self._nbytes -= oldest.nbytes
+
+
+def _named(state: State) -> Iterator[int]:
+    """The segments that something which the state names lies in."""
+    for pool in (state.training, state.held_out):
+        for group in pool.groups.values():
+            yield from (outline.place.segment for outline in group.trajectories.values())
+    for kept in state.draws.values():
+        yield from (kept.place.segment, kept.lowest)
+    if state.batch is not None:
+        yield state.batch.place.segment
+        for group in state.batch.groups:
+            yield from (outline.place.segment for outline in group.trajectories.values())

@@ -1,84 +1,100 @@
 """One record of the journal. Pure: bytes in, bytes out.
 
-    length u32 | xxh3_64 of the length and the payload | payload
+    magic | kind u32 | segment u32 | number u64 | offset u64 | unix time f64 | length u64 | xxh3_64 | payload
 
-The payload is a message of wire.py: how many frames, the size of each, the frames. What a crash left unfinished
-at the end of the file is told apart from damage before it: only after the former comes no whole record.
+The payload is a message of wire.py: how many frames, the size of each, the frames. The checksum covers what
+stands before it, and the payload. Segment and offset say where the record lies, so bytes that look like a record
+are none anywhere else: not inside a trajectory, not in a copy of the file under another name.
 """
 
 import struct
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import xxhash
 
 from async_rl.actor.wire import Frame, bytes_of
-from async_rl.errors import JournalDamaged
 
-_HEAD = struct.Struct("<IQ")
+MAGIC = b"\xa5ARL"
+_FIELDS = struct.Struct("<4sIIQQdQ")
+_CHECKSUM = struct.Struct("<Q")
 _SIZE = struct.Struct("<I")
+HEAD = _FIELDS.size + _CHECKSUM.size
 
 Part = bytes | memoryview  # of single bytes: its length is its size
 
 
+class Kind(IntEnum):
+    SNAPSHOT = 1  # the state before batch `number`
+    EVENTS = 2  # those of batch `number`
+    TRAJECTORY = 3
+    DRAW = 4
+
+
 class Record(NamedTuple):
+    kind: int
+    number: int  # of the batch it belongs to
+    time: float  # unix
+    start: int  # offset in its segment
     end: int  # offset behind it
     frames: list[memoryview]
 
 
-def encode(frames: Sequence[Frame]) -> list[Part]:
-    """The record as buffers to write one after another; arrays are not copied."""
+class Encoded(NamedTuple):
+    parts: list[Part]  # to write one after another; arrays are not copied
+    nbytes: int
+
+
+def encode(kind: Kind, segment: int, number: int, offset: int, time: float, frames: Sequence[Frame]) -> Encoded:
     parts = [bytes_of(frame) for frame in frames]
     sizes = [len(part) for part in parts]
     table = struct.pack(f"<{len(sizes) + 1}I", len(sizes), *sizes)
-    payload = [table, *parts]
     length = len(table) + sum(sizes)
-    return [_HEAD.pack(length, _checksum(length, payload)), *payload]
+    fields = _FIELDS.pack(MAGIC, kind, segment, number, offset, time, length)
+    checksum = _CHECKSUM.pack(_digest(fields, table, *parts))
+    return Encoded([fields + checksum + table, *parts], HEAD + length)
 
 
-def scan(data: memoryview) -> Iterator[Record]:
-    """The whole records of `data`; ends before an unfinished write.
-
-    JournalDamaged where a record does not match its checksum and a whole one lies behind it.
-    """
-    offset = 0
-    while (record := _at(data, offset)) is not None:
-        yield record
-        offset = record.end
-    behind = _next_whole(data, offset + 1)
-    if behind is not None:
-        raise JournalDamaged(f"bytes {offset} to {behind} are not those that were written")
-
-
-def _at(data: memoryview, offset: int) -> Record | None:
-    """The record at `offset`; None where none is whole there."""
-    body = offset + _HEAD.size
-    if body + _SIZE.size > len(data):
+def read(data: memoryview, segment: int, start: int, base: int = 0) -> Record | None:
+    """The record at offset `start` of `segment`; None where none is whole there. `data` begins at offset `base`."""
+    at = start - base
+    if at + HEAD > len(data):
         return None
-    length, checksum = _HEAD.unpack_from(data, offset)
-    payload = data[body : body + length]
-    if length < _SIZE.size or len(payload) < length or _checksum(length, [payload]) != checksum:
+    magic, kind, where, number, offset, time, length = _FIELDS.unpack_from(data, at)
+    if magic != MAGIC or where != segment or offset != start or length > len(data) - at - HEAD:
         return None
+    payload = data[at + HEAD : at + HEAD + length]
+    (checksum,) = _CHECKSUM.unpack_from(data, at + _FIELDS.size)
+    if _digest(data[at : at + _FIELDS.size], payload) != checksum:
+        return None
+    return Record(kind, number, time, start, start + HEAD + length, _frames(payload))
+
+
+def scan(data: bytes, segment: int) -> Iterator[Record]:
+    """The whole records of a segment, in order; what lies between them, and behind the last, is passed over."""
+    view, start = memoryview(data), 0
+    while start >= 0:
+        record = read(view, segment, start)
+        if record is not None:
+            yield record
+        start = record.end if record is not None else data.find(MAGIC, start + 1)
+        if start == len(data):
+            return
+
+
+def _frames(payload: memoryview) -> list[memoryview]:
     (count,) = _SIZE.unpack_from(payload, 0)
     place = _SIZE.size * (count + 1)
     frames = []
     for size in struct.unpack_from(f"<{count}I", payload, _SIZE.size):
         frames.append(payload[place : place + size])
         place += size
-    return Record(body + length, frames)
+    return frames
 
 
-def _next_whole(data: memoryview, start: int) -> int | None:
-    """Where the first whole record at or behind `start` begins. A torn tail is short, so is this search."""
-    for offset in range(start, len(data) - _HEAD.size):
-        length = _SIZE.unpack_from(data, offset)[0]
-        if offset + _HEAD.size + length <= len(data) and _at(data, offset) is not None:
-            return offset
-    return None
-
-
-def _checksum(length: int, parts: Sequence[Part]) -> int:
-    digest = xxhash.xxh3_64(_SIZE.pack(length))
+def _digest(*parts: Part) -> int:
+    digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)
     return digest.intdigest()

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 
+from async_rl.actor.outbox import Outbox
 from async_rl.actor.remote import Remote
 from async_rl.actor.service import Service
 from async_rl.config.schema import Config
@@ -15,7 +17,9 @@ from async_rl.protocol.buffer import (
     Extend,
     Extended,
     FinishScore,
+    Graded,
     LeaseId,
+    LeaseReplies,
     LeaseReply,
     Leases,
     ScoreLease,
@@ -40,6 +44,7 @@ class RewardService(Service):
         self._held: dict[LeaseId, tuple[ScoreLease, asyncio.Task[None]]] = {}
         self._room = asyncio.Event()
         self._ended = False
+        self._results: Outbox[Graded, LeaseReply]
         self._finished = 0
         self._busy_s, self._busy_since = 0.0, 0.0
         self._started = time.monotonic()
@@ -51,6 +56,7 @@ class RewardService(Service):
             self.remote("buffer", BufferRequest, BufferReply) as buffer,
             asyncio.TaskGroup() as tasks,
         ):
+            self._results = Outbox(partial(self._finish, buffer))
             beat = tasks.create_task(self._keep_leases(buffer), name=f"{self.name} leases")
             async with asyncio.TaskGroup() as gradings:
                 while not self._ended and not self.stopping.is_set():
@@ -61,7 +67,7 @@ class RewardService(Service):
                     acquire = Acquire(self.name, self.incarnation, "score", free, -1, WAIT_S)
                     granted: Leases = await buffer.ask(acquire, wait_s=WAIT_S)
                     for lease in granted.score:
-                        self._hold(lease, gradings, pool, buffer)
+                        self._hold(lease, gradings, pool)
                     if granted.ended:
                         self._end()
                 # after a stop, what is held is graded to its end
@@ -82,29 +88,30 @@ class RewardService(Service):
                 self._end()
             await asyncio.sleep(every_s)
 
-    async def _grade(self, lease: ScoreLease, pool: GraderPool, buffer: Remote) -> None:
+    async def _grade(self, lease: ScoreLease, pool: GraderPool) -> None:
         async with asyncio.TaskGroup() as members:
             for member, trajectory in lease.trajectories:
-                members.create_task(self._grade_member(lease, member, trajectory, pool, buffer))
+                members.create_task(self._grade_member(lease, member, trajectory, pool))
 
-    async def _grade_member(
-        self, lease: ScoreLease, member: int, trajectory: Trajectory, pool: GraderPool, buffer: Remote
-    ) -> None:
+    async def _grade_member(self, lease: ScoreLease, member: int, trajectory: Trajectory, pool: GraderPool) -> None:
         score = await pool.grade(lease.task, trajectory)
         if score.status == "failed":
             log.warning("%s: group %d member %d: %s", self.name, lease.id.group, member, score.detail)
-        finish = FinishScore(self.name, self.incarnation, lease.id, member, score)
-        reply: LeaseReply = await buffer.ask(finish)
+        reply = await self._results.hand_in(Graded(lease.id, member, score))
         self._finished += 1
         if reply.outcome == "revoked":
             self._drop(lease.id, reply.reason)
 
-    def _hold(self, lease: ScoreLease, gradings: asyncio.TaskGroup, pool: GraderPool, buffer: Remote) -> None:
+    async def _finish(self, buffer: Remote, results: list[Graded]) -> list[LeaseReply]:
+        answer: LeaseReplies = await buffer.ask(FinishScore(self.name, self.incarnation, results))
+        return answer.replies
+
+    def _hold(self, lease: ScoreLease, gradings: asyncio.TaskGroup, pool: GraderPool) -> None:
         if lease.id in self._held:
             return
         if not self._held:
             self._busy_since = time.monotonic()
-        grading = gradings.create_task(self._grade(lease, pool, buffer), name=f"{self.name} {lease.id}")
+        grading = gradings.create_task(self._grade(lease, pool), name=f"{self.name} {lease.id}")
         self._held[lease.id] = (lease, grading)
         grading.add_done_callback(lambda _: self._release(lease.id))  # also where it is cancelled unstarted
 

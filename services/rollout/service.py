@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from async_rl.actor.outbox import Outbox
 from async_rl.actor.remote import Remote
 from async_rl.actor.service import Service
 from async_rl.config.modes import bounds
@@ -27,8 +28,10 @@ from async_rl.protocol.buffer import (
     Fail,
     FinishGenerate,
     LeaseId,
+    LeaseReplies,
     LeaseReply,
     Leases,
+    Sampled,
     Started,
 )
 from async_rl.protocol.control import ControlReply, ControlRequest
@@ -61,6 +64,7 @@ class RolloutService(Service):
             raise ConfigError(f"rollout.max_in_flight = {room} is below batch.group_size = {size}: no group fits")
         self._bounds = bounds(config)
         self._ledger = Ledger()
+        self._results = Outbox(self._finish, lambda sampled: sampled.trajectory.nbytes)
         self._tasks: dict[LeaseId, asyncio.Task[None]] = {}
         self._meter = Meter(time.monotonic())
         self._granting = asyncio.Lock()
@@ -161,13 +165,15 @@ class RolloutService(Service):
             self._meter.end(time.monotonic())
             held.open.discard(member)
             self._changed.set()
-        finish = FinishGenerate(self.name, self.incarnation, lease.id, member, result)
-        reply = await self._ask(finish, LeaseReply)
+        reply = await self._results.hand_in(Sampled(lease.id, member, result))
         if reply.outcome == "revoked":
             raise WorkRevoked(reply.reason)
         if reply.outcome == "refused":
             log.warning("%s: group %d member %d: %s", self.name, lease.id.group, member, reply.reason)
         self._meter.finished(len(completion.tokens))
+
+    async def _finish(self, results: list[Sampled]) -> list[LeaseReply]:
+        return (await self._ask(FinishGenerate(self.name, self.incarnation, results), LeaseReplies)).replies
 
     def _prompt(self, held: Held) -> list[int] | str:
         """The task's prompt as tokens, or why there is none."""

@@ -17,8 +17,10 @@ from async_rl.protocol.buffer import (
     FinishGenerate,
     GenerateLease,
     LeaseId,
+    LeaseReplies,
     LeaseReply,
     Leases,
+    Sampled,
     Started,
 )
 from async_rl.protocol.weight_sync import (
@@ -67,7 +69,7 @@ class Buffer:
         self.granted: dict[int, int] = {}  # group -> version of the worker it went to
         self.acquired: list[Acquire] = []
         self.started: dict[int, int] = {}
-        self.finished: dict[tuple[int, int], FinishGenerate] = {}
+        self.finished: dict[tuple[int, int], Sampled] = {}
         self.failed: list[Fail] = []
         self.progress: dict[int, list[int]] = {}  # group -> reported oldest versions
         self.stats = None
@@ -105,10 +107,11 @@ class Buffer:
                     self.progress.setdefault(lease.group, []).append(oldest)
                 revoked = [(lease, self.revoke[lease]) for lease, _ in leases if lease in self.revoke]
                 return Extended(revoked, self.ended)
-            case FinishGenerate(lease=lease, member=member):
-                assert request.trajectory.problems() is None
-                self.finished[lease.group, member] = request
-                return LeaseReply("accepted")
+            case FinishGenerate(results=results):
+                for result in results:
+                    assert result.trajectory.problems() is None
+                    self.finished[result.lease.group, result.member] = result
+                return LeaseReplies([LeaseReply("accepted")] * len(results))
             case Fail():
                 self.failed.append(request)
                 return LeaseReply("accepted")

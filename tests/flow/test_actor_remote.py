@@ -12,7 +12,7 @@ from async_rl.actor import wire
 from async_rl.actor.mailbox import Mailbox
 from async_rl.actor.remote import MISSED_HEARTBEATS, Remote
 from async_rl.errors import DeadlineExceeded, PeerRefused
-from async_rl.protocol.buffer import BufferReply, BufferRequest, FinishGenerate, LeaseId, LeaseReply, Started
+from async_rl.protocol.buffer import BufferReply, BufferRequest, FinishGenerate, LeaseId, LeaseReply, Sampled, Started
 from async_rl.protocol.weight_sync import NoNewer, Release, Released
 from async_rl.trajectory import Trajectory
 from tests.flow.actor_material import BEAT_S, Process, echo, fetch, mailbox, remote, run, serving, until
@@ -258,7 +258,7 @@ def test_a_big_array_arrives_whole_and_does_not_stall_the_heartbeats_of_others()
 
     async def take(request):
         if isinstance(request, FinishGenerate):
-            seen.append(request.trajectory.logprobs)
+            seen.append(request.results[0].trajectory.logprobs)
         return LeaseReply("accepted")
 
     async def main():
@@ -271,7 +271,7 @@ def test_a_big_array_arrives_whole_and_does_not_stall_the_heartbeats_of_others()
             async with peers[0] as peer, peers[1] as other:
                 lease = LeaseId(1, 0, "generate")
                 assert await other.ask(Started("rollout-1", "i", lease, 0)) == LeaseReply("accepted")
-                big = asyncio.create_task(peer.ask(FinishGenerate("rollout-0", "i", lease, 0, trajectory)))
+                big = asyncio.create_task(peer.ask(FinishGenerate("rollout-0", "i", [Sampled(lease, 0, trajectory)])))
                 answered = 0
                 while not big.done():
                     await other.ask(Started("rollout-1", "i", lease, 0))

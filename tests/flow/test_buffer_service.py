@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from async_rl.actor import wire
 from async_rl.actor.remote import Remote
+from async_rl.buffers.journal.memory import MemoryJournal
 from async_rl.buffers.service import BufferService
 from async_rl.config.schema import (
     Batch,
@@ -31,6 +32,7 @@ from async_rl.errors import AsyncRLError, PeerRefused
 from async_rl.protocol import SCHEMA
 from async_rl.protocol.buffer import (
     Acquire,
+    Begin,
     BufferReply,
     BufferRequest,
     Close,
@@ -48,9 +50,12 @@ from async_rl.protocol.buffer import (
     GenerateLease,
     GetBuffer,
     GetEvaluation,
+    Graded,
+    LeaseReplies,
     LeaseReply,
     Leases,
     NotYet,
+    Sampled,
     ScoreLease,
     Started,
     StepFinished,
@@ -107,9 +112,10 @@ class Peer:
         return reply
 
     async def finish(self, lease: GenerateLease, member: int, version: int) -> LeaseReply:
-        made = sample(version)
-        reply = await self.ask(FinishGenerate(self.name, self.incarnation, lease.id, member, made))
-        assert isinstance(reply, LeaseReply)
+        made = Sampled(lease.id, member, sample(version))
+        answer = await self.ask(FinishGenerate(self.name, self.incarnation, [made]))
+        assert isinstance(answer, LeaseReplies)
+        (reply,) = answer.replies
         return reply
 
     async def generate(self, leases: list[GenerateLease], version: int = 0) -> None:
@@ -120,10 +126,10 @@ class Peer:
 
     async def score(self, leases: list[ScoreLease]) -> None:
         for lease in leases:
-            for member, trajectory in lease.trajectories:
-                assert trajectory.tokens.shape == (600,)
-                done = FinishScore(self.name, self.incarnation, lease.id, member, Score(float(member)))
-                assert (await self.ask(done)).outcome == "accepted"
+            assert all(trajectory.tokens.shape == (600,) for _, trajectory in lease.trajectories)
+            graded = [Graded(lease.id, member, Score(float(member))) for member, _ in lease.trajectories]
+            answer = await self.ask(FinishScore(self.name, self.incarnation, graded))
+            assert [reply.outcome for reply in answer.replies] == ["accepted"] * len(graded)
 
 
 def sample(version: int) -> Trajectory:
@@ -167,10 +173,12 @@ class Buffer:
 async def serving(
     config: Config, tasks: Stream | None = None, held_out: int = 0, journal: Any = None
 ) -> AsyncIterator[Buffer]:
+    """A buffer to which a trainer of epoch 1 has said that it begins."""
     held = [Task(index=i, source=("odd", "even")[i % 2], prompt="?") for i in range(held_out)]
     service = BufferService(config, "buffer", tasks=tasks or Stream(), held_out=held, journal=journal)
     buffer = Buffer(service, asyncio.create_task(service.main()))
     try:
+        await (await buffer.peer("trainer")).ask(Begin(1, 0))
         yield buffer
     finally:
         await buffer.close()
@@ -212,14 +220,14 @@ def test_a_whole_run_with_workers_trainer_and_evaluations(tmp_path: Path) -> Non
                 for i in range(2)
             ]
             for step in range(config.max_steps):
-                drawn = await trainer.ask(Draw(step, 0, 10.0), 10.0)
+                drawn = await trainer.ask(Draw(step, 1, 10.0), 10.0)
                 assert isinstance(drawn, Drawn) and len(drawn.groups) == 2 and drawn.groups[0].bound == 2
                 assert [len(group.members) for group in drawn.groups] == [SIZE, SIZE]
                 assert drawn.groups[0].task.prompt == f"{drawn.groups[0].task.index}?"
-                again = await trainer.ask(Draw(step, 0, 10.0), 10.0)
+                again = await trainer.ask(Draw(step, 1, 10.0), 10.0)
                 assert [group.group for group in again.groups] == [group.group for group in drawn.groups]
-                assert await trainer.ask(FinishStep(step, 0)) == StepFinished(step + 1)
-            assert isinstance(await trainer.ask(Draw(config.max_steps, 0, 10.0), 10.0), DataEnded)
+                assert await trainer.ask(FinishStep(step, 1)) == StepFinished(step + 1)
+            assert isinstance(await trainer.ask(Draw(config.max_steps, 1, 10.0), 10.0), DataEnded)
             assert await trainer.ask(Evaluate(config.max_steps)) == Done()
             done = await trainer.ask(GetEvaluation(config.max_steps, 10.0), 10.0)
             assert isinstance(done, EvaluationReport)
@@ -242,7 +250,7 @@ def test_an_acquire_sleeps_until_there_is_work_and_a_draw_until_there_is_a_batch
         async with serving(config) as buffer:
             trainer, rollout = await buffer.peer("trainer"), await buffer.peer("rollout-0")
             grader = await buffer.peer("reward-0")
-            draw = asyncio.create_task(trainer.ask(Draw(0, 0, 20.0), 20.0))
+            draw = asyncio.create_task(trainer.ask(Draw(0, 1, 20.0), 20.0))
             scores = asyncio.create_task(grader.acquire("score", wait_s=20.0))
             granted = await rollout.acquire("generate")
             assert len(granted.generate) == 2 and not draw.done() and not scores.done()
@@ -253,7 +261,7 @@ def test_an_acquire_sleeps_until_there_is_work_and_a_draw_until_there_is_a_batch
             while not draw.done():
                 await grader.score((await grader.acquire("score", wait_s=0.2)).score)
             assert isinstance(await draw, Drawn) and not early.done()
-            await trainer.ask(FinishStep(0, 0))
+            await trainer.ask(FinishStep(0, 1))
             assert [lease.min_version for lease in (await early).generate] == [1, 1]
 
     play(scenario)
@@ -264,7 +272,7 @@ def test_a_draw_that_gets_nothing_says_what_is_missing(tmp_path: Path) -> None:
         async with serving(configure(tmp_path)) as buffer:
             trainer, rollout = await buffer.peer("trainer"), await buffer.peer("rollout-0")
             await rollout.acquire("generate", n=SIZE)
-            reply = await trainer.ask(Draw(0, 0, 0.1), 0.1)
+            reply = await trainer.ask(Draw(0, 1, 0.1), 0.1)
             assert isinstance(reply, NotYet)
             assert "0 of 2 groups are ready" in reply.reason
             assert "group 0 (generate, attempt 0) held by rollout-0" in reply.reason
@@ -340,7 +348,7 @@ def test_failures_in_a_row_end_the_service_and_the_trainers_draw(tmp_path: Path,
     async def scenario() -> None:
         async with serving(configure(tmp_path)) as buffer:
             trainer, rollout = await buffer.peer("trainer"), await buffer.peer("rollout-0")
-            draw = asyncio.create_task(trainer.ask(Draw(0, 0, 20.0), 20.0))
+            draw = asyncio.create_task(trainer.ask(Draw(0, 1, 20.0), 20.0))
             while not (granted := await rollout.acquire("generate", n=SIZE)).ended:
                 for lease in granted.generate:
                     await rollout.ask(Fail("rollout-0", "one", lease.id, None, "no such kernel"))
@@ -367,8 +375,9 @@ def test_an_older_trainer_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_answer_waits_until_its_events_are_durable(tmp_path: Path) -> None:
-    class SlowJournal:
+    class SlowJournal(MemoryJournal):
         def __init__(self) -> None:
+            super().__init__()
             self.written: list[Any] = []
 
         async def append(self, happened: Any) -> None:
@@ -380,25 +389,28 @@ def test_an_answer_waits_until_its_events_are_durable(tmp_path: Path) -> None:
         async with serving(configure(tmp_path), journal=journal) as buffer:
             rollout = await buffer.peer("rollout-0")
             (lease,) = (await rollout.acquire("generate", n=SIZE)).generate
-            assert [type(event).__name__ for event in journal.written] == ["Admitted", "Leased"]
+            assert [type(event).__name__ for event in journal.written] == ["EpochRaised", "Admitted", "Leased"]
             await rollout.finish(lease, 0, 0)
             assert type(journal.written[-1]).__name__ == "Generated"
 
     play(scenario)
 
 
-def test_an_ordered_stop_ends_the_service_and_tells_who_waits(tmp_path: Path) -> None:
+def test_an_ordered_stop_ends_the_service_and_its_run_can_go_on(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(configure(tmp_path, mode="sync")) as buffer:
             rollout, trainer = await buffer.peer("rollout-0"), await buffer.peer("trainer")
             await rollout.acquire("generate")
             waiting = asyncio.create_task(rollout.acquire("generate", wait_s=30.0))
-            draw = asyncio.create_task(trainer.ask(Draw(0, 0, 30.0), 30.0))
+            draw = asyncio.create_task(trainer.ask(Draw(0, 1, 30.0), 30.0))
             await asyncio.sleep(0.1)
             assert await trainer.ask(Stop("enough")) == Done()
-            assert (await waiting).ended
-            assert isinstance(await draw, DataEnded)
+            assert not (await waiting).ended
+            assert isinstance(await draw, NotYet)
             await buffer.running
+        async with serving(configure(tmp_path, mode="sync")) as buffer:
+            rollout = await buffer.peer("rollout-0", "two")
+            assert [lease.id.group for lease in (await rollout.acquire("generate")).generate] == [0, 1]
 
     play(scenario, 15.0)
 
@@ -425,9 +437,9 @@ def test_a_draw_is_reused_over_the_wire(tmp_path: Path) -> None:
             ]
             seen: list[tuple[int, list[int]]] = []
             for step in range(4):
-                drawn = await trainer.ask(Draw(step, 0, 10.0), 10.0)
+                drawn = await trainer.ask(Draw(step, 1, 10.0), 10.0)
                 seen.append((drawn.sequence, [group.group for group in drawn.groups]))
-                await trainer.ask(FinishStep(step, 0))
+                await trainer.ask(FinishStep(step, 1))
             assert [sequence for sequence, _ in seen] == [0, 1, 0, 1]
             assert seen[0][1] == seen[1][1] != seen[2][1] == seen[3][1]
             await trainer.ask(Close("done"))

@@ -21,7 +21,9 @@ from async_rl.protocol.buffer import (
     Extend,
     Extended,
     FinishScore,
+    Graded,
     LeaseId,
+    LeaseReplies,
     LeaseReply,
     Leases,
     ScoreLease,
@@ -91,7 +93,7 @@ class ScriptedBuffer:
     def __init__(self, *leases: ScoreLease) -> None:
         self.leases = deque(leases)
         self.acquired: list[Acquire] = []
-        self.finished: list[FinishScore] = []
+        self.finished: list[Graded] = []
         self.extended: list[Extend] = []
         self.has_finished = asyncio.Event()
         self.revoke: set[int] = set()
@@ -106,10 +108,13 @@ class ScriptedBuffer:
                     await asyncio.sleep(0.05)
                     return Leases(ended=self.ended())
                 return Leases(score=[self.leases.popleft()])
-            case FinishScore(lease=lease_id):
-                self.finished.append(request)
+            case FinishScore(results=results):
+                self.finished += results
                 self.has_finished.set()
-                return LeaseReply("revoked" if lease_id.group in self.revoke_finishes_of else "accepted")
+                groups = [result.lease.group for result in results]
+                return LeaseReplies(
+                    [LeaseReply("revoked" if group in self.revoke_finishes_of else "accepted") for group in groups]
+                )
             case Extend():
                 self.extended.append(request)
                 return Extended([(i, "too old") for i, _ in request.leases if i.group in self.revoke], self.ended())

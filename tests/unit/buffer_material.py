@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from async_rl.buffers.group import Lease
+from async_rl.buffers.group import Group, Lease, Place
 from async_rl.buffers.machine import Machine
 from async_rl.buffers.settings import Settings
 from async_rl.buffers.state import Batch
-from async_rl.trajectory import Score, Trajectory
+from async_rl.buffers.store import KeptDraw, MemoryStore
+from async_rl.errors import JournalDamaged
+from async_rl.trajectory import Score, Spans, Trajectory
 
 PLAIN = Settings(
     groups=2,
@@ -49,6 +51,35 @@ def trajectory(*spans: tuple[int, int], stop: str = "eos") -> Trajectory:
         stop=stop,  # type: ignore[arg-type]
         text="",
     )
+
+
+class Rotting(MemoryStore):
+    """Keeps every draw, and loses the trajectories at the places that a test names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: dict[int, KeptDraw] = {}
+        self.rotten: set[int] = set()
+
+    def rot(self, place: Place) -> None:
+        self.rotten.add(id(place))
+
+    def get(self, place: Place) -> Trajectory:
+        if id(place) in self.rotten:
+            raise JournalDamaged("bytes 1 to 2 are not those that were written")
+        return super().get(place)
+
+    def put_draw(self, draw: KeptDraw) -> Place:
+        self.draws[draw.step] = draw
+        return super().put_draw(draw)
+
+    def get_draw(self, place: Place) -> KeptDraw:
+        return self.draws[place.offset]
+
+
+def versions(machine: Machine, group: Group, member: int) -> Spans:
+    """Of the member's action tokens."""
+    return machine.store.get(group.trajectories[member].place).versions
 
 
 def plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from async_rl.buffers.settings import Settings
 from async_rl.buffers.state import Batch
 from async_rl.protocol.buffer import LeaseId, WorkerStats
 from async_rl.trajectory import Score, Spans, extend_spans
-from tests.unit.buffer_material import trajectory
+from tests.unit.buffer_material import trajectory, versions
 
 
 @dataclass
@@ -189,7 +189,7 @@ class Ring:
             self.positions.update(group.position for group in batch.groups)
             self.drawn.append([(group.position, group.attempt, list(group.wanted)) for group in batch.groups])
         for group in batch.groups:
-            lags = [step - version for member in group.voters for version, _ in group.trajectories[member].versions]
+            lags = [step - version for m in group.voters for version, _ in versions(self.machine, group, m)]
             assert lags and min(lags) >= 0
             bound = group.eta if rules.hard_max is None else rules.hard_max
             if rules.on_exceed == "mask":

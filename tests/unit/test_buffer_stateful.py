@@ -15,7 +15,7 @@ from async_rl.config.schema import Filter
 from async_rl.errors import AsyncRLError
 from async_rl.protocol.buffer import LeaseId, WorkerStats
 from async_rl.trajectory import Score, extend_spans
-from tests.unit.buffer_material import plain, settings, trajectory
+from tests.unit.buffer_material import Rotting, plain, settings, trajectory, versions
 
 NAMES = ("rollout-0", "rollout-1", "rollout-2")
 
@@ -75,7 +75,9 @@ class Buffer(RuleBasedStateMachine):
             samples=1,
             filter=Filter(equal=equal, max_in_row=40),
         )
-        self.machine = Machine(self.rules)
+        self.store = Rotting()
+        self.machine = Machine(self.rules, store=self.store)
+        self.epoch, self.checkpoint = 1, 0
         self.now = 0.0
         self.log: list[Any] = []
         self.versions = dict.fromkeys(NAMES, 0)
@@ -243,7 +245,7 @@ class Buffer(RuleBasedStateMachine):
         step = self.machine.state.version
         had = self.machine.state.batch
         try:
-            drawn = self.machine.trainer.draw(step, 1)
+            drawn = self.machine.trainer.draw(step, self.epoch)
         except AsyncRLError:
             assert self.machine.state.broken is not None
             return
@@ -254,7 +256,7 @@ class Buffer(RuleBasedStateMachine):
                 assert self.machine.state.batch is None
             case Batch():
                 assert had is None or drawn is had
-                assert self.machine.trainer.draw(step, 1) is drawn
+                assert self.machine.trainer.draw(step, self.epoch) is drawn
                 self._check(drawn, step, fresh=had is None)
 
     def _check(self, batch: Batch, step: int, *, fresh: bool) -> None:
@@ -266,7 +268,7 @@ class Buffer(RuleBasedStateMachine):
             assert order == sorted(order), "not in deadline and admission order"
         for group in batch.groups:
             assert len(group.voters) >= self.rules.min_valid
-            lags = [step - v for m in group.voters for v, _ in group.trajectories[m].versions]
+            lags = [step - v for m in group.voters for v, _ in versions(self.machine, group, m)]
             bound = group.eta if self.rules.hard_max is None else self.rules.hard_max
             if self.rules.on_exceed == "mask":
                 assert min(lags) <= bound, "a group with no token inside the bound"
@@ -277,8 +279,8 @@ class Buffer(RuleBasedStateMachine):
     @rule()
     def finish_step(self) -> None:
         step = self.machine.state.version
-        assert self.machine.trainer.finish_step(step, 1) == step + 1
-        assert self.machine.trainer.finish_step(step, 1) == step + 1
+        assert self.machine.trainer.finish_step(step, self.epoch) == step + 1
+        assert self.machine.trainer.finish_step(step, self.epoch) == step + 1
 
     @rule(eta=st.integers(0, 4))
     def change_eta(self, eta: int) -> None:
@@ -291,14 +293,39 @@ class Buffer(RuleBasedStateMachine):
             self.machine.trainer.evaluate(self.machine.state.version)
 
     @rule()
-    def old_trainer(self) -> None:
-        if self.machine.state.epoch == 1:
+    def checkpoints(self) -> None:
+        self.checkpoint = self.machine.state.version
+        self.machine.trainer.checkpointed(self.checkpoint, self.epoch)
+
+    @rule()
+    def trainer_dies(self) -> None:
+        """The next one begins at the last checkpoint and makes the steps since then with the same draws."""
+        self.epoch += 1
+        version = self.machine.trainer.begin(self.epoch, self.checkpoint)
+        assert version == self.machine.state.version
+        for step in range(self.checkpoint, version):
+            draw = self.machine.trainer.made(step, self.epoch)
+            assert draw is self.store.draws[draw.step] and draw.step <= step < draw.step + self.rules.reuse
+        assert self.machine.trainer.made(version, self.epoch) is None
+        for call in (self.machine.trainer.draw, self.machine.trainer.made, self.machine.trainer.finish_step):
             try:
-                self.machine.trainer.draw(self.machine.state.version, 0)
+                call(version, self.epoch - 1)
             except AsyncRLError as error:
                 assert "epoch" in str(error)
             else:
                 raise AssertionError("an older trainer was served")
+
+    @rule(which=st.integers(0, 20), found=st.booleans())
+    def a_trajectory_rots(self, which: int, found: bool) -> None:
+        """In the journal; found at the next use of it, or when the buffer is started anew."""
+        groups = [g for g in self.machine.state.training.groups.values() if g.phase != "drawn" and g.trajectories]
+        if not groups:
+            return
+        group = groups[which % len(groups)]
+        self.store.rot(group.trajectories[min(group.trajectories)].place)
+        if found:
+            self.machine.go_on(self.rules, complete=False)
+            self.grading = [lease for lease in self.grading if lease.id in self.machine.state.leases]
 
     # --- what holds at any moment
 
@@ -364,10 +391,10 @@ class Buffer(RuleBasedStateMachine):
         if state.broken is not None:
             return None
         had = state.batch
-        drawn = self.machine.trainer.draw(state.version, 1)
+        drawn = self.machine.trainer.draw(state.version, self.epoch)
         if isinstance(drawn, Batch):
             self._check(drawn, state.version, fresh=had is None)
-            self.machine.trainer.finish_step(state.version, 1)
+            self.machine.trainer.finish_step(state.version, self.epoch)
         return drawn
 
     def _holder(self, lease: LeaseId) -> str:

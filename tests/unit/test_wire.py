@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from async_rl.actor import wire
 from async_rl.errors import WireError
 from async_rl.protocol.base import Message
-from async_rl.protocol.buffer import BufferReply, BufferRequest, Draw, FinishGenerate, LeaseId
+from async_rl.protocol.buffer import BufferReply, BufferRequest, Draw, FinishGenerate, LeaseId, Sampled
 from async_rl.trajectory import Trajectory
 
 
@@ -110,7 +110,7 @@ def test_small_arrays_lie_in_the_body_and_are_read_only_too():
 
 
 def test_an_unaligned_frame_is_aligned_when_it_arrives():
-    array = np.arange(1000, dtype=np.float64)
+    array = np.arange(wire.INLINE_BYTES, dtype=np.float64)
     body, raw = CODEC.encode(Carry([array]))
     (back,) = CODEC.decode([body, memoryview(b"x" + bytes(raw))[1:]]).arrays
     assert back.flags.aligned
@@ -120,11 +120,12 @@ def test_an_unaligned_frame_is_aligned_when_it_arrives():
 
 def test_a_trajectory_goes_through_the_buffers_union():
     codec = wire.Codec(BufferRequest)
-    message = FinishGenerate("rollout-0", "i", LeaseId(1, 0, "generate"), 2, trajectory(3000))
+    message = FinishGenerate("rollout-0", "i", [Sampled(LeaseId(1, 0, "generate"), 2, trajectory(3000))])
     back = codec.decode(codec.encode(message))
-    assert back.lease == message.lease
-    assert np.array_equal(back.trajectory.tokens, message.trajectory.tokens)
-    assert np.array_equal(back.trajectory.action, message.trajectory.action)
+    (after,), (before,) = back.results, message.results
+    assert after.lease == before.lease
+    assert np.array_equal(after.trajectory.tokens, before.trajectory.tokens)
+    assert np.array_equal(after.trajectory.action, before.trajectory.action)
 
 
 def test_objects_are_no_arrays():
@@ -186,7 +187,8 @@ def test_random_frames_decode_to_a_message_or_to_a_wire_error(frames):
 def test_a_message_with_flipped_bytes_decodes_or_is_refused(data):
     codec = wire.Codec(BufferRequest)
     lease = LeaseId(1, 0, "generate")
-    message = data.draw(st.sampled_from([Draw(3, 1, 0.5), FinishGenerate("w", "i", lease, 0, trajectory(300))]))
+    finish = FinishGenerate("w", "i", [Sampled(lease, 0, trajectory(300))])
+    message = data.draw(st.sampled_from([Draw(3, 1, 0.5), finish]))
     frames = [bytearray(frame) for frame in codec.encode(message)]
     for _ in range(data.draw(st.integers(1, 6))):
         frame = data.draw(st.sampled_from(frames))

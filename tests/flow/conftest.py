@@ -1,0 +1,32 @@
+"""A small run whose policy has something to learn, and whose model is warmed up already."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.flow import ring
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("warm")
+    ring.make_run(folder)
+    status, output = ring.run("warmup", "run.toml", cwd=folder)
+    assert status == 0, output
+    return folder
+
+
+@pytest.fixture
+def graded(warm: Path, tmp_path: Path) -> Path:
+    """A copy with a grader that gives nearly every group different rewards: each step moves the weights."""
+    folder = tmp_path / "graded"
+    shutil.copytree(warm, folder)
+    (folder / "grading.py").write_text(
+        "from pathlib import Path\n\n\n"
+        "def grade(task, trajectory):\n"
+        "    return None if Path('abstain').exists() else trajectory.text.count('a') / 5\n"
+    )
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text + "\n[reward]\ngrader = { kind = 'custom', function = 'grading:grade' }\n")
+    return folder
