@@ -4,11 +4,12 @@ run.toml              the resolved configuration
 metrics.jsonl         one line a step, and one an evaluation
 summary.json          the end of it, format 1
 logs/SERVICE.log
-journal/events        what happened to the buffer
+journal/00000001.log  what happened to the buffer, and the trajectories; further ones as they fill up
 checkpoints/step-00000040/   a model folder that transformers loads
 services/SERVICE.json        address and pid of a running service
 services/SERVICE.lock        held while it runs; its pid
 trainer.epoch                how often a trainer was started: older ones are refused
+replay/1/                    what a replay of it made
 previous/1/                  what an earlier run of the same name left
 """
 
@@ -22,8 +23,8 @@ from pathlib import Path
 from async_rl.config.schema import Config
 from async_rl.errors import UserError
 
-RESULTS = ("metrics.jsonl", "summary.json", "checkpoints")
-"""What a trainer leaves."""
+RESULTS = ("metrics.jsonl", "summary.json", "checkpoints", "journal", "replay")
+"""What a run leaves, and the next one of its name does not go on with."""
 
 
 class RunDir:
@@ -36,6 +37,17 @@ class RunDir:
         self.summary = self.path / "summary.json"
         self.config = self.path / "run.toml"
         self._services = self.path / "services"
+        self._epoch = self.path / "trainer.epoch"
+
+    @property
+    def complete(self) -> bool:
+        """The run has its summary: it is over."""
+        return self.summary.exists()
+
+    @property
+    def unfinished(self) -> bool:
+        """A run is there that can go on."""
+        return not self.complete and (_has_content(self.journal) or _has_content(self.checkpoints))
 
     @classmethod
     def of(cls, config: Config) -> "RunDir":
@@ -70,22 +82,23 @@ class RunDir:
         left = [self.path / name for name in names if _has_content(self.path / name)]
         if not left:
             return None
-        target = self._next_previous()
+        target = _next_number(self.path / "previous")
         for path in left:
             path.rename(target / path.name)
         self.create()
         return target
 
-    def _next_previous(self) -> Path:
-        """A new folder previous/N; two services may ask at the same time."""
-        place = self.path / "previous"
-        number = 1 + max((int(p.name) for p in place.glob("*") if p.name.isdigit()), default=0)
-        while True:
-            try:
-                (place / str(number)).mkdir(parents=True)
-                return place / str(number)
-            except FileExistsError:
-                number += 1
+    def set_aside_complete(self) -> None:
+        """Move a run that is over into previous/N/, unless its trainer or buffer is still there to end it. Services
+        that start together do it once, before any of them looks at what is there."""
+        with (self._services / "set-aside.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as a few names take to change
+            if self.complete and not any(self.running(service) for service in ("trainer", "buffer")):
+                self.set_aside_previous()
+
+    def next_replay(self) -> Path:
+        """A new folder replay/N."""
+        return _next_number(self.path / "replay")
 
     def announce(self, service: str, address: str) -> None:
         """Tell the other services of this run where `service` is."""
@@ -107,24 +120,26 @@ class RunDir:
         return pid if isinstance(pid, int) else None
 
     def running(self, service: str) -> bool:
-        """Whether the process that announced `service` lives."""
+        """Whether the process that announced `service` lives: its pid does, and the lock is held."""
         pid = self.pid(service)
-        if pid is None:
+        if pid is None or not _alive(pid):
             return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # it lives, and is somebody else's
-            return True
-        return True
+        with (self._services / f"{service}.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
 
     def next_trainer_epoch(self) -> int:
         """A number higher than any trainer of this run had: older ones are fenced out by theirs."""
-        path = self.path / "trainer.epoch"
-        epoch = int(path.read_text(encoding="utf-8")) + 1 if path.exists() else 1
-        write_atomically(path, f"{epoch}\n")
+        epoch = self.trainer_epoch() + 1
+        write_atomically(self._epoch, f"{epoch}\n")
         return epoch
+
+    def trainer_epoch(self) -> int:
+        """The epoch of the trainer that was started last; 0 before the first."""
+        return int(self._epoch.read_text(encoding="utf-8")) if self._epoch.exists() else 0
 
     def services(self) -> list[str]:
         """Names of the announced services."""
@@ -140,6 +155,27 @@ class RunDir:
 
 def _has_content(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's
+        return True
+    return True
+
+
+def _next_number(place: Path) -> Path:
+    """A new folder in `place`, named by the next number; two processes may ask at the same time."""
+    number = 1 + max((int(p.name) for p in place.glob("*") if p.name.isdigit()), default=0)
+    while True:
+        try:
+            (place / str(number)).mkdir(parents=True)
+            return place / str(number)
+        except FileExistsError:
+            number += 1
 
 
 def write_atomically(path: Path, text: str) -> None:

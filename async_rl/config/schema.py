@@ -270,8 +270,11 @@ class WeightSync(Table, frozen=True):
 class Journal(Table, frozen=True):
     """What the buffer writes to the run's folder before it acknowledges anything."""
 
-    enabled: bool = True  # false: all in memory; a buffer that dies ends the run
-    max_bytes: Positive = 64 * 2**30  # on disk; reaching it ends the run
+    enabled: bool = True  # false: all in memory; a buffer or a trainer that dies ends the run
+    keep: Literal["run", "checkpoint"] = "run"  # all of it, for replay; or what the kept checkpoints need
+    max_bytes: Positive = 64 * 2**30  # on disk; reaching it ends the run, to be resumed
+    segment_bytes: Positive = 64 * 2**20  # of one file
+    cache_bytes: NonNegative = 256 * 2**20  # trajectories kept in memory, too; the newest
 
 
 class Evaluation(Table, frozen=True):

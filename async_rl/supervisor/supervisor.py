@@ -30,6 +30,7 @@ class Supervisor:
         self._deaths: Counter[str] = Counter()
         self._ends: asyncio.Queue[Child] = asyncio.Queue()
         self._watchers: set[asyncio.Task[None]] = set()
+        self._left: list[Role] = []  # who ended in order, since the run was ending
         self.restarts: Counter[str] = Counter()
 
     async def supervise(self) -> None:
@@ -85,18 +86,31 @@ class Supervisor:
             journal=self._config.journal.enabled,
         ):
             case "over":
+                if not self._run.summary.exists():  # somebody stopped the trainer
+                    raise Interrupted
                 return True
             case "ignore":
+                self._left.append(role)
                 return False
             case "restart":
                 self.restarts[role.name] += 1
                 self._live.say(f"{role.name} ended ({_how(status)}); starting it anew ({deaths} of {limit})")
                 await self._start(role)
+                if role.service == "trainer":
+                    await self._resume_the_end()
                 return False
             case _:
                 fallback = f"{role.name} ended ({_how(status)}); see {self._run.logs / (role.name + '.log')}"
                 error = last_error(self._log_of(role), fallback)
                 raise UserError(error) if status == USER_STATUS else ServiceFailed(error)
+
+    async def _resume_the_end(self) -> None:
+        """A trainer that died at the very end writes the summary again and closes the run again: it needs those
+        who have left meanwhile."""
+        self._run.summary.unlink(missing_ok=True)
+        left, self._left = self._left, []
+        for role in left:
+            await self._start(role)
 
     async def _start(self, role: Role) -> None:
         child = await Child.start(role, self._run.config, self._log_of(role))

@@ -4,8 +4,8 @@ Once the run is ending (its summary is written, or it is being stopped) any end 
 
 | service     | status 0                | status 2 (the user's) | anything else            |
 |-------------|-------------------------|-----------------------|--------------------------|
-| trainer     | the run is over         | fatal                 | fatal                    |
-| buffer      | fatal before the end    | fatal                 | restart after a signal, where it has a journal |
+| trainer     | the run is over         | fatal                 | restart after a signal, where there is a journal |
+| buffer      | fatal before the end    | fatal                 | restart after a signal, where there is a journal |
 | weight-sync | restart before the end  | fatal                 | restart, a few times     |
 | rollout     | restart before the end  | fatal                 | restart, a few times     |
 | reward      | restart before the end  | fatal                 | restart, a few times     |
@@ -24,14 +24,14 @@ def verdict(
 ) -> Verdict:
     """`ending`: the trainer is done or the run is being stopped. `deaths_in_a_row` counts this one.
 
-    `status` is the exit status, negative for a signal. `journal`: the run keeps one (journal.enabled); a buffer
-    that ended by its own judgement would come to the same one again.
+    `status` is the exit status, negative for a signal. `journal`: the run keeps one (journal.enabled). A buffer or
+    a trainer that ended by its own judgement would come to the same one again.
     """
     if ending:
         return "ignore"
     if service == "trainer" and status == 0:
         return "over"
-    again = service in RESTARTABLE or (service == "buffer" and journal and status < 0)
+    again = service in RESTARTABLE or (service in ("buffer", "trainer") and journal and status < 0)
     if status == USER_STATUS or not again:
         return "fatal"
     return "restart" if deaths_in_a_row <= max_failures else "fatal"

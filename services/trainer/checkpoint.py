@@ -1,42 +1,146 @@
-"""Checkpoints: folders that plain transformers loads, complete or absent.
+"""Checkpoints: folders that plain transformers loads, complete or absent, with all that a run goes on from.
 
-checkpoints/step-00000040/   config, safetensors, tokenizer after 40 steps
-checkpoints/latest           the name of the newest
+checkpoints/step-00000040/                  config, safetensors, tokenizer after 40 steps
+checkpoints/step-00000040/trainer/          state.json, optimizer.safetensors
+checkpoints/latest                          the name of the newest
+checkpoints/damaged-step-00000040/          one that could not be read again
 """
 
+import logging
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from async_rl.config.load import parse
+from async_rl.config.resume import require_same_run
+from async_rl.config.schema import Config
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.models.load import load_policy, load_tokenizer
+from async_rl.protocol.buffer import Cursor
 from async_rl.rundir import write_atomically
+from async_rl.services.trainer.policy import Policy, Progress, weights_checksum
+
+FORMAT = 1
+log = logging.getLogger(__name__)
+
+
+class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a trainer needs beside the weights and the tensors of its optimizer."""
+
+    version: int
+    progress: Progress
+    cursor: Cursor | None  # None: the buffer could not be asked; its journal knows
+    weights: str  # policy.weights_checksum
+    config: dict[str, Any]
+    format: int = FORMAT
+
+
+class Resumed(NamedTuple):
+    policy: Policy
+    tokenizer: Any
+    state: TrainerState
 
 
 class Checkpoints:
-    """The checkpoints that this process writes under `folder`; the newest `keep` stay.
-
-    Folders of an earlier run are never deleted.
-    """
+    """Those of the run whose folder of checkpoints is `folder`; the newest `keep` stay."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._written: list[Path] = []
+        self._folder, self._keep = folder, keep
 
-    def save(self, model: Any, tokenizer: Any, step: int) -> Path:
-        """Write `model` as it is after `step` steps. A kill in the middle leaves no folder of that name."""
-        target = self._folder / f"step-{step:08d}"
-        if target in self._written:
+    @property
+    def versions(self) -> list[int]:
+        """Of the complete ones, oldest first."""
+        found = self._folder.glob("step-*/trainer/state.json")
+        return sorted(int(path.parent.parent.name.removeprefix("step-")) for path in found)
+
+    def path(self, version: int) -> Path:
+        return self._folder / f"step-{version:08d}"
+
+    def save(self, policy: Policy, tokenizer: Any, config: Config, version: int, cursor: Cursor | None = None) -> Path:
+        """Write `policy` as it is after `version` steps. A kill in the middle leaves no folder of that name."""
+        target = self.path(version)
+        if version in self.versions:
             return target
         partial = self._folder / f".{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial)
+        policy.model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        if target.exists():
-            shutil.rmtree(target)
+        _save_state(partial / "trainer", policy, config, version, cursor)
+        _make_durable(partial)
+        shutil.rmtree(target, ignore_errors=True)
         partial.replace(target)
+        _sync(self._folder)
         write_atomically(self._folder / "latest", target.name + "\n")
-        self._written.append(target)
-        for old in self._written[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
-        self._written = self._written[-self._keep :]
+        for old in self.versions[: -self._keep]:
+            shutil.rmtree(self.path(old), ignore_errors=True)
         return target
+
+    def state(self, version: int) -> TrainerState:
+        """AsyncRLError where it cannot be read."""
+        path = self.path(version) / "trainer" / "state.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=TrainerState)
+        except (OSError, msgspec.DecodeError) as error:
+            raise AsyncRLError(f"{path}: {error}") from None
+
+    def resume(self, config: Config) -> Resumed | None:
+        """The newest that is whole, ready to go on; None without any. What is damaged is put aside with a warning.
+
+        ConfigError where it was made under settings that `config` must not change."""
+        for version in reversed(self.versions):
+            path = self.path(version)
+            try:
+                return self.load(version, config)
+            except ConfigError:
+                raise
+            except (AsyncRLError, SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
+                aside = path.with_name(f"damaged-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                log.warning("%s cannot be read, an older checkpoint is taken: %s", aside, str(error).splitlines()[0])
+        return None
+
+    def load(self, version: int, config: Config) -> Resumed:
+        """Raises whatever a damaged file makes of it."""
+        path, state = self.path(version), self.state(version)
+        require_same_run(parse(state.config, str(path / "trainer" / "state.json")), config)
+        model = msgspec.structs.replace(config.model, path=str(path))
+        policy = Policy(load_policy(model, device=config.trainer.device), config)
+        if weights_checksum(policy.model) != state.weights:
+            raise AsyncRLError("its weights are not those that were written")
+        tensors = load_file(path / "trainer" / "optimizer.safetensors")
+        torch.set_rng_state(tensors.pop("random"))
+        policy.go_on(state.progress, tensors)
+        return Resumed(policy, load_tokenizer(model), state)
+
+
+def _save_state(folder: Path, policy: Policy, config: Config, version: int, cursor: Cursor | None) -> None:
+    folder.mkdir()
+    state = TrainerState(version, policy.progress, cursor, weights_checksum(policy.model), msgspec.to_builtins(config))
+    save_file({"random": torch.get_rng_state(), **policy.optimizer_tensors()}, folder / "optimizer.safetensors")
+    (folder / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+
+
+def _make_durable(folder: Path) -> None:
+    for path in _files(folder):
+        _sync(path)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    yield from folder.rglob("*")
+    yield folder
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,10 +1,12 @@
 """Held-out evaluations beside the training: asked for at once, collected in the background."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 
 from async_rl.actor.remote import Remote
+from async_rl.errors import PeerRefused
 from async_rl.protocol.buffer import Evaluate, EvaluationReport, GetEvaluation
 
 POLL_S = 2.0
@@ -15,7 +17,7 @@ class Evaluations:
     """`record` is called with each report, in the order in which they come.
 
     tasks: the group that the collecting tasks belong to; an error in one ends the service.
-    wait_s: `evaluation.wait_s`.
+    wait_s: `evaluation.wait_s`. known: versions whose reports are there already.
     """
 
     def __init__(
@@ -24,21 +26,29 @@ class Evaluations:
         tasks: asyncio.TaskGroup,
         record: Callable[[EvaluationReport], None],
         wait_s: float,
+        known: Iterable[int] = (),
     ) -> None:
         self._buffer = buffer
         self._tasks = tasks
         self._record = record
         self._wait_s = wait_s
-        self._asked: set[int] = set()
+        self._asked = set(known)
         self._pending: dict[int, asyncio.Task[None]] = {}
 
     async def start(self, version: int) -> None:
         """Have the held-out tasks scored with exactly the weights of `version`; asked again, nothing happens."""
-        if version in self._asked:
-            return
-        self._asked.add(version)
-        await self._buffer.ask(Evaluate(version))
-        task = self._tasks.create_task(self._collect(version), name=f"evaluation of version {version}")
+        if version not in self._asked:
+            self._asked.add(version)
+            await self._buffer.ask(Evaluate(version))
+            self._follow(version, self._collect(version))
+
+    def take_up(self, version: int) -> None:
+        """Wait for what an earlier trainer asked for, if it did."""
+        if version not in self._asked:
+            self._follow(version, self._collect_if_asked(version))
+
+    def _follow(self, version: int, collecting: Coroutine[None, None, None]) -> None:
+        task = self._tasks.create_task(collecting, name=f"evaluation of version {version}")
         self._pending[version] = task
         task.add_done_callback(lambda _: self._pending.pop(version, None))
 
@@ -58,6 +68,10 @@ class Evaluations:
     def cancel(self) -> None:
         for task in list(self._pending.values()):
             task.cancel()
+
+    async def _collect_if_asked(self, version: int) -> None:
+        with contextlib.suppress(PeerRefused):
+            await self._collect(version)
 
     async def _collect(self, version: int) -> None:
         while True:

@@ -13,7 +13,9 @@ import numpy as np
 
 from async_rl.algorithms.kl import Mismatch
 from async_rl.config.schema import OnExceed
+from async_rl.errors import UserError
 from async_rl.protocol.buffer import Drawn, EvaluationReport, SourceScore
+from async_rl.rundir import write_atomically
 from async_rl.services.trainer.masks import Reason
 from async_rl.services.trainer.step import StepResult, flat
 
@@ -99,14 +101,51 @@ Record = StepRecord | EvaluationRecord
 
 
 class MetricsFile:
-    """Appends one line a record."""
+    """One line a record. What an earlier trainer of the run has written is taken over."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.steps: dict[int, StepRecord] = {}
+        self.evaluations: dict[int, EvaluationRecord] = {}  # by the version asked for
+
+    def go_on(self, version: int) -> None:
+        """Take over what is there of the steps before `version`, and cut off the rest: those steps are still to
+        be made. An unfinished last line goes, too."""
+        whole = self._path.read_bytes().rpartition(b"\n")[0].splitlines() if self._path.exists() else []
+        try:
+            records = [msgspec.json.decode(line, type=StepRecord | EvaluationRecord) for line in whole]
+        except msgspec.DecodeError as error:
+            raise UserError(f"{self._path}: not the metrics of this version: {error}") from None
+        kept = [record for record in records if _asked(record) <= version]
+        for record in kept:
+            self._note(record)
+        if whole:
+            write_atomically(self._path, "".join(msgspec.json.encode(record).decode() + "\n" for record in kept))
+
+    @property
+    def wall_s(self) -> float:
+        """Up to the last record."""
+        steps, evaluations = self.steps.values(), self.evaluations.values()
+        return max([*(step.wall_s for step in steps), *(e.wall_s for e in evaluations)], default=0.0)
 
     def write(self, record: Record) -> None:
+        """Append `record`, unless a step is made again whose line is there."""
+        if isinstance(record, StepRecord) and record.step in self.steps:
+            return
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
+        self._note(record)
+
+    def _note(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self.steps[record.step] = record
+        else:
+            self.evaluations[record.asked] = record
+
+
+def _asked(record: Record) -> int:
+    """The version that a record tells about."""
+    return record.version if isinstance(record, StepRecord) else record.asked
 
 
 def step_record(

@@ -9,7 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
 from async_rl.algorithms.kl import Mismatch, mismatch
@@ -23,6 +25,13 @@ from async_rl.services.trainer.schedule import learning_rate, total_updates
 from async_rl.services.trainer.sharing import share_prompts
 
 log = logging.getLogger(__name__)
+
+
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a policy's training stands, beside its tensors."""
+
+    updates: int  # made, or skipped
+    skipped_in_row: int
 
 
 class Update(NamedTuple):
@@ -86,6 +95,27 @@ class Policy:
             mismatch=self._over_ranks(sum(seen, start=Mismatch.none())),
             skipped=skipped,
         )
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.updates, self._skipped_in_row)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state as "parameter/what"; empty before the first update."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {
+            f"{names[parameter]}/{what}": value
+            for parameter, state in self._optimizer.state.items()
+            for what, value in state.items()
+        }
+
+    def go_on(self, progress: Progress, tensors: dict[str, Tensor]) -> None:
+        """Continue where another policy of these weights stood; KeyError where `tensors` are not of this model."""
+        self.updates, self._skipped_in_row = progress.updates, progress.skipped_in_row
+        parameters = dict(self.model.named_parameters())
+        for name, value in tensors.items():
+            owner, _, what = name.rpartition("/")
+            self._optimizer.state[parameters[owner]][what] = value.to(parameters[owner].device)
 
     def logprobs(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Log-probability [A] of each action token of `pack`, with its graph, and the entropy [A] without."""
@@ -159,6 +189,15 @@ class Policy:
         extent = self._ranks.max_(torch.tensor([float(len(own.sums)), own.max_ratio], dtype=torch.float64))
         padded = (own + Mismatch(torch.zeros(int(extent[0]), 5, dtype=torch.float64), 0.0)).sums
         return Mismatch(self._ranks.sum_(padded), float(extent[1]))
+
+
+def weights_checksum(model: Any) -> str:
+    """xxh3_64 over the name and the bytes of every tensor: equal for bit-equal weights alone."""
+    digest = xxhash.xxh3_64()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return str(digest.hexdigest())
 
 
 def token_logprobs(

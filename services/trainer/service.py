@@ -1,4 +1,5 @@
-"""The trainer's service: for each step of the run
+"""The trainer's service. It begins with the newest checkpoint, if there is one, and makes the steps again that the
+run made since then, with the same draws and nothing published. Then, for each step of the run
 
     draw        wait for the batch, at most trainer.draw_wait_s      unblocked by the buffer
     update      in a thread of its own, so that heartbeats go on
@@ -28,23 +29,29 @@ from async_rl.config.schema import Config
 from async_rl.errors import AsyncRLError, DeadlineExceeded, InvariantError, PeerRefused, PublicationError
 from async_rl.models.load import from_gguf, load_policy, load_tokenizer
 from async_rl.protocol.buffer import (
+    Begin,
+    Begun,
     BufferReply,
     BufferReport,
     BufferRequest,
+    Checkpointed,
     Close,
+    Cursor,
+    DataCursor,
     DataEnded,
     Draw,
     Drawn,
     EvaluationReport,
     FinishStep,
     GetBuffer,
+    GetCursor,
     NotYet,
 )
 from async_rl.protocol.control import ControlReply, ControlRequest, Stop
-from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
+from async_rl.protocol.weight_sync import Fence, WeightSyncReply, WeightSyncRequest
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.evaluation import Evaluations
-from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, StepRecord, step_record
+from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, step_record
 from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.step import train_step
 from async_rl.services.trainer.summary import summary, write
@@ -62,8 +69,7 @@ class TrainerService(Service):
     def __init__(self, config: Config, name: str) -> None:
         super().__init__(config, name)
         self._stage = "starting"
-        self._steps: list[StepRecord] = []
-        self._evaluations: list[EvaluationRecord] = []
+        self._metrics = MetricsFile(self.run.metrics)
         self._failed_publications = 0
         self._published = -1  # newest version that became visible
         self._started = time.monotonic()
@@ -79,10 +85,14 @@ class TrainerService(Service):
     async def _work(self, buffer: Remote, relay: Remote, thread: ThreadPoolExecutor) -> None:
         config, self._thread = self.config, thread
         self._stage = "loading the model"
-        self._policy, self._tokenizer = await self._in_thread(self._load)
         self._checkpoints = Checkpoints(self.run.checkpoints, config.trainer.keep_checkpoints)
-        self._metrics = MetricsFile(self.run.metrics)
+        cursor = await self._in_thread(self._load)
         self._epoch = self.run.next_trainer_epoch()
+        self._stage = "telling the others that it begins"
+        await relay.ask(Fence(self._epoch))
+        begun: Begun = await buffer.ask(Begin(self._epoch, self.version, cursor))
+        self._metrics.go_on(begun.version)
+        self._started = time.monotonic() - self._metrics.wall_s
         self._publisher = Publisher(
             relay,
             epoch=self._epoch,
@@ -91,22 +101,43 @@ class TrainerService(Service):
         )
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._publisher.announce_forever(), name="announcing weights")
-            evaluations = Evaluations(buffer, tasks, self._evaluated, config.evaluation.wait_s)
+            known = self._metrics.evaluations
+            evaluations = Evaluations(buffer, tasks, self._evaluated, config.evaluation.wait_s, known)
+            await self._make_again(buffer, begun.version)
             ended = await self._train(buffer, evaluations)
-            await self._close(buffer, evaluations, ended)
+            if self.stopping.is_set():
+                await self._leave(buffer, evaluations)
+            else:
+                await self._close(buffer, evaluations, ended)
             announcing.cancel()
-        await self._dismiss(relay, ended)
+        if not self.stopping.is_set():
+            await self._dismiss(relay, ended)
         self._stage = "done"
+
+    async def _make_again(self, buffer: Remote, version: int) -> None:
+        """The steps from this trainer's version up to the buffer's, which are committed."""
+        if self.version < version:
+            log.info("steps %d to %d are made again", self.version, version - 1)
+        for step in range(self.version, version):
+            asked = time.monotonic()
+            drawn = await self._draw(buffer, step)
+            if not isinstance(drawn, Drawn):
+                return
+            self._stage = f"making step {step} again"
+            await self._step(drawn, asked)
+            self.version = step + 1
 
     async def _train(self, buffer: Remote, evaluations: Evaluations) -> str:
         """The steps of the run; why they ended."""
         config = self.config
-        self.version = 0
-        await self._publish(0)
-        self._started = time.monotonic()
-        if config.data.held_out and config.evaluation.at_start:
-            await evaluations.start(0)
-        for step in range(config.max_steps):
+        if self.stopping.is_set():
+            return "stopped"
+        self._stage = f"publishing version {self.version}"
+        await self._publish(self.version)
+        if not self.version:
+            self._started = time.monotonic()
+        await self._take_up(buffer, evaluations)
+        for step in range(self.version, config.max_steps):
             asked = time.monotonic()
             drawn = await self._draw(buffer, step)
             if not isinstance(drawn, Drawn):
@@ -120,8 +151,21 @@ class TrainerService(Service):
             self.version = step + 1
             self._stage = f"publishing version {self.version}"
             await self._publish(self.version)
-            await self._whenever_due(evaluations)
+            await self._whenever_due(buffer, evaluations)
         return "max_steps"
+
+    async def _take_up(self, buffer: Remote, evaluations: Evaluations) -> None:
+        """What an earlier trainer left undone at this version, and the evaluations it was waiting for."""
+        config = self.config
+        if not self.version:
+            if config.data.held_out and config.evaluation.at_start:
+                await evaluations.start(0)
+            return
+        if config.data.held_out:
+            for version in range(self.version):
+                if (version == 0 and config.evaluation.at_start) or _due(version, config.evaluation.every):
+                    evaluations.take_up(version)
+        await self._whenever_due(buffer, evaluations)
 
     async def _draw(self, buffer: Remote, step: int) -> Drawn | str:
         """The batch of `step`, or the reason why there is none."""
@@ -157,9 +201,8 @@ class TrainerService(Service):
             wall_s=now - self._started,
             draw_wait_s=began - asked,
             train_s=now - began,
-            held_out=self._evaluations[-1] if self._evaluations else None,
+            held_out=self._newest_evaluation,
         )
-        self._steps.append(record)
         self._metrics.write(record)
 
     async def _publish(self, version: int) -> None:
@@ -170,36 +213,50 @@ class TrainerService(Service):
             self._failed_publications += 1
             log.warning("version %d was not published, receivers stay on theirs: %s", version, error)
 
-    async def _whenever_due(self, evaluations: Evaluations) -> None:
+    async def _whenever_due(self, buffer: Remote, evaluations: Evaluations) -> None:
         """An evaluation and a checkpoint of this version, where the settings ask for them."""
         config, last = self.config, self.version == self.config.max_steps
         if config.data.held_out and _due(self.version, config.evaluation.every) and not last:
             await evaluations.start(self.version)
         if _due(self.version, config.trainer.checkpoint_every):
-            await self._checkpoint()
+            await self._checkpoint(buffer)
 
-    async def _checkpoint(self) -> Path:
-        return await self._in_thread(lambda: self._checkpoints.save(self._policy.model, self._tokenizer, self.version))
+    async def _checkpoint(self, buffer: Remote) -> Path:
+        """Of this version, which the buffer has, too. Where an ordered stop has taken the buffer away, its journal
+        alone knows where the data stands."""
+        self._stage = f"writing the checkpoint of version {self.version}"
+        place: DataCursor | None = await self._ask(buffer, GetCursor())
+        if place is not None and place.cursor.version != self.version:
+            raise InvariantError(f"the buffer is at version {place.cursor.version}, the trainer at {self.version}")
+        cursor = None if place is None else place.cursor
+        path = await self._in_thread(
+            lambda: self._checkpoints.save(self._policy, self._tokenizer, self.config, self.version, cursor)
+        )
+        await self._ask(buffer, Checkpointed(self._checkpoints.versions[0], self._epoch))
+        return path
+
+    async def _leave(self, buffer: Remote, evaluations: Evaluations) -> None:
+        """An ordered stop: the run goes on another time, so the buffer is not closed and there is no summary."""
+        evaluations.cancel()
+        if self.version:
+            await self._checkpoint(buffer)
 
     async def _close(self, buffer: Remote, evaluations: Evaluations, ended: str) -> None:
         """Last checkpoint, last evaluation, summary; then the buffer may send the workers home."""
         wall_s = time.monotonic() - self._started
-        checkpoint = await self._checkpoint() if self.version else None
-        if self.stopping.is_set():
-            evaluations.cancel()
-        else:
-            if self.config.data.held_out and self.version:
-                with contextlib.suppress(PeerRefused):  # a buffer that was closed from elsewhere
-                    await evaluations.start(self.version)
-            self._stage = "waiting for the last evaluation"
-            await evaluations.finish()
+        checkpoint = await self._checkpoint(buffer) if self.version else None
+        if self.config.data.held_out and self.version:
+            with contextlib.suppress(PeerRefused):  # a buffer that was closed from elsewhere
+                await evaluations.start(self.version)
+        self._stage = "waiting for the last evaluation"
+        await evaluations.finish()
         self._stage = "closing"
-        report = await self._report(buffer)
+        report: BufferReport = await buffer.ask(GetBuffer())
         generated_s = time.monotonic() - self._started
         final = summary(
             self.config,
-            self._steps,
-            self._evaluations,
+            [record for _, record in sorted(self._metrics.steps.items())],
+            [record for _, record in sorted(self._metrics.evaluations.items())],
             report,
             ended=ended,
             failed_publications=self._failed_publications,
@@ -208,8 +265,7 @@ class TrainerService(Service):
             checkpoint=checkpoint,
         )
         write(self.run.summary, final)
-        if report is not None:
-            await buffer.ask(Close(ended))
+        await buffer.ask(Close(ended))
 
     async def _dismiss(self, relay: Remote, ended: str) -> None:
         """The relay may go. One that is gone already makes no failure of a run that is complete."""
@@ -219,33 +275,42 @@ class TrainerService(Service):
         except (TimeoutError, AsyncRLError) as error:
             log.warning("weight_sync was not told of the end: %s", error or "it is gone")
 
-    async def _report(self, buffer: Remote) -> BufferReport | None:
-        """The buffer's figures; None where an ordered stop has taken the buffer away already."""
+    async def _ask(self, buffer: Remote, message: Any) -> Any:
+        """The buffer's answer; None where an ordered stop has taken the buffer away already."""
         try:
             async with asyncio.timeout(self.config.services.stop_s / 2 if self.stopping.is_set() else None):
-                report: BufferReport = await buffer.ask(GetBuffer())
-                return report
+                return await buffer.ask(message)
         except (TimeoutError, AsyncRLError) as error:
             if not self.stopping.is_set():
                 raise
-            log.warning("no figures from the buffer: %s", error or "it is gone")
+            log.warning("no answer from the buffer: %s", error or "it is gone")
             return None
 
-    def _load(self) -> tuple[Policy, Any]:
+    def _load(self) -> Cursor | None:
+        """The policy of the newest checkpoint, else the model that the run begins with; where the data stood."""
+        resumed = self._checkpoints.resume(self.config)
+        if resumed is not None:
+            self._policy, self._tokenizer, self.version = resumed.policy, resumed.tokenizer, resumed.state.version
+            log.info("goes on from the checkpoint of version %d", self.version)
+            return resumed.state.cursor
         model = self.config.model
         if model.path.endswith(".gguf"):  # transformers saves no checkpoint of a dequantised model
             from_gguf(Path(model.path), self.run.path / "policy")
             model = msgspec.structs.replace(model, path=str(self.run.path / "policy"))
-        policy = Policy(load_policy(model, device=self.config.trainer.device), self.config)
-        return policy, load_tokenizer(model)
+        self._policy = Policy(load_policy(model, device=self.config.trainer.device), self.config)
+        self._tokenizer, self.version = load_tokenizer(model), 0
+        return None
 
     def _evaluated(self, report: EvaluationReport) -> None:
         record = EvaluationRecord.of(report, time.monotonic() - self._started)
-        self._evaluations.append(record)
-        self._evaluations.sort(key=lambda e: e.version)
         self._metrics.write(record)
         reward = "unknown" if record.mean_reward is None else f"{record.mean_reward:.3f}"
         log.info("held-out: version %d, mean reward %s", record.version, reward)
+
+    @property
+    def _newest_evaluation(self) -> EvaluationRecord | None:
+        known = self._metrics.evaluations
+        return max(known.values(), key=lambda record: record.version, default=None)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -254,21 +319,23 @@ class TrainerService(Service):
         """Figures for the live line: those that exist so far."""
         figures: dict[str, float | int | str | None] = {
             "stage": self._stage,
-            "step": len(self._steps),
+            "step": self.version,
             "version": self.version,
             "max_steps": self.config.max_steps,
         }
-        if self._evaluations:
-            figures["held_out"] = self._evaluations[-1].mean_reward
-        if self._steps:
-            last, wall_s = self._steps[-1], time.monotonic() - self._started
+        newest = self._newest_evaluation
+        if newest is not None:
+            figures["held_out"] = newest.mean_reward
+        steps = self._metrics.steps
+        if steps:
+            last, wall_s = steps[max(steps)], time.monotonic() - self._started
             figures |= {
                 "reward": last.reward_mean,
                 "lag_mean": last.lag_mean,
                 "lag_max": last.lag_max,
                 "mismatch_kl": last.mismatch_kl_k3,
-                "trained_tokens_per_s": sum(step.trained_tokens for step in self._steps) / wall_s,
-                "idle_share": sum(step.draw_wait_s for step in self._steps) / wall_s,
+                "trained_tokens_per_s": sum(step.trained_tokens for step in steps.values()) / wall_s,
+                "idle_share": sum(step.draw_wait_s for step in steps.values()) / wall_s,
             }
         return {key: value for key, value in figures.items() if value is not None}
 

@@ -34,7 +34,7 @@ class Groups(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A figure that nothing gives (no evaluation, no answer from the buffer) is null."""
+    """A figure that nothing gives (no evaluation) is null."""
 
     format: int
     name: str
@@ -47,10 +47,10 @@ class Summary(msgspec.Struct, frozen=True):
     held_out: HeldOut
     reward_first: float | None  # mean over the first and last tenth of the steps
     reward_last: float | None
-    groups: Groups | None
-    tokens_generated: int | None  # those of evaluations too
+    groups: Groups
+    tokens_generated: int  # those of evaluations too
     tokens_trained: int
-    tokens_generated_per_s: float | None
+    tokens_generated_per_s: float
     tokens_trained_per_s: float
     idle_trainer: float  # share of the wall-clock spent waiting for a draw
     idle_rollout: float | None  # share of the rollouts' time without a trajectory in flight
@@ -68,7 +68,7 @@ def summary(
     config: Config,
     steps: list[StepRecord],
     evaluations: list[EvaluationRecord],
-    report: BufferReport | None,
+    report: BufferReport,
     *,
     ended: str,
     failed_publications: int,
@@ -81,7 +81,7 @@ def summary(
     lags: Counter[int] = sum((Counter(step.lag_histogram) for step in steps), start=Counter())
     trained = sum(step.trained_tokens for step in steps)
     rollouts = _rollouts(report)
-    generated = sum(stats.tokens for stats in rollouts) if report else None
+    generated = sum(stats.tokens for stats in rollouts)
     tenth = max(len(steps) // 10, 1)
     return Summary(
         format=FORMAT,
@@ -98,7 +98,7 @@ def summary(
         groups=_groups(report),
         tokens_generated=generated,
         tokens_trained=trained,
-        tokens_generated_per_s=generated / generated_s if generated is not None else None,
+        tokens_generated_per_s=generated / generated_s,
         tokens_trained_per_s=trained / wall_s,
         idle_trainer=sum(step.draw_wait_s for step in steps) / wall_s,
         idle_rollout=idle_share(rollouts),
@@ -130,15 +130,11 @@ def idle_share(workers: list[WorkerStats]) -> float | None:
     return max(1.0 - sum(stats.busy_s for stats in workers) / up, 0.0) if up else None
 
 
-def _rollouts(report: BufferReport | None) -> list[WorkerStats]:
-    if report is None:
-        return []
+def _rollouts(report: BufferReport) -> list[WorkerStats]:
     return [stats for name, stats in report.workers.items() if name.startswith("rollout")]
 
 
-def _groups(report: BufferReport | None) -> Groups | None:
-    if report is None:
-        return None
+def _groups(report: BufferReport) -> Groups:
     return Groups(
         admitted=report.admitted,
         trained=report.trained,

@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 from async_rl.actor.service import Service
 from async_rl.config.schema import Config
 from async_rl.errors import PublicationError
+from async_rl.protocol.control import Done
 from async_rl.protocol.weight_sync import (
     Commit,
+    Fence,
     Fetch,
     Manifest,
     NoNewer,
@@ -43,6 +45,7 @@ class WeightSyncService(Service):
     def __init__(self, config: Config, name: str) -> None:
         super().__init__(config, name)
         self._table = SlotTable(config.weight_sync.slots)
+        self._table.fence(self.run.trainer_epoch())
         self._slots = Slots(config.weight_sync.directory, self.run.path)
         self._maps = Maps(writable=False)
         self._publishing = asyncio.Lock()  # the trainer's requests one by one: a slot is verified, then given away
@@ -60,6 +63,9 @@ class WeightSyncService(Service):
 
     async def handle(self, request: Any) -> Any:
         match request:
+            case Fence(epoch=epoch):
+                self._table.fence(epoch)
+                return Done()
             case Offer():
                 async with self._publishing:
                     return await self._offer(request)

@@ -63,6 +63,10 @@ class SlotTable:
 
     # --- the trainer's side --------------------------------------------------------------------------
 
+    def fence(self, epoch: int) -> None:
+        """A trainer of `epoch` began: older ones are refused from here on."""
+        self._epoch = max(self._epoch, epoch)
+
     def offer(self, version: int, epoch: int) -> Write | Have | Refuse:
         """Where the trainer of `epoch` may write `version`; what it was writing before is given up."""
         refusal = self._refusal(version, epoch)
@@ -70,7 +74,7 @@ class SlotTable:
             return refusal
         if self._is_visible(version, epoch):
             return Have()
-        self._epoch = max(self._epoch, epoch)
+        self.fence(epoch)
         abandoned, self._writing = self._writing, None
         if abandoned is not None:
             self._unknown.add(abandoned)  # its writer may be at it still
@@ -108,7 +112,7 @@ class SlotTable:
 
     def show(self, manifest: Manifest, index: int) -> None:
         """Make the verified `manifest` in slot `index` the visible version."""
-        self._epoch = max(self._epoch, manifest.epoch)
+        self.fence(manifest.epoch)
         self._visible = (index, manifest)
         self._unknown.discard(index)
         if self._writing == index:

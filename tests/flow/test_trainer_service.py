@@ -11,13 +11,18 @@ from async_rl.actor.mailbox import Mailbox
 from async_rl.actor.service import first_cause, run_id
 from async_rl.config import parse
 from async_rl.config.schema import Warmup
-from async_rl.errors import AsyncRLError, DeadlineExceeded
+from async_rl.errors import AsyncRLError, ConfigError, DeadlineExceeded, PeerRefused
 from async_rl.models.tiny import build_model, build_tokenizer
 from async_rl.protocol.buffer import (
+    Begin,
+    Begun,
     BufferReply,
     BufferReport,
     BufferRequest,
+    Checkpointed,
     Close,
+    Cursor,
+    DataCursor,
     DataEnded,
     Draw,
     Drawn,
@@ -27,6 +32,7 @@ from async_rl.protocol.buffer import (
     EvaluationReport,
     FinishStep,
     GetBuffer,
+    GetCursor,
     GetEvaluation,
     NotYet,
     SourceScore,
@@ -36,6 +42,7 @@ from async_rl.protocol.buffer import (
 from async_rl.protocol.control import ControlReply, ControlRequest, Done, GetStatus, Stop
 from async_rl.protocol.weight_sync import (
     Commit,
+    Fence,
     Offer,
     Rejected,
     Slot,
@@ -88,7 +95,10 @@ class Buffer:
 
     def __init__(self, events, batches=99, after="not yet"):
         self.events, self.batches, self.after = events, batches, after
-        self.polled = set()
+        self.polled, self.asked = set(), set()
+        self.version, self.epoch = 0, 0
+        self.begun = []
+        self.checkpoints = []
 
     def batch(self, step):
         groups = [
@@ -107,6 +117,17 @@ class Buffer:
 
     async def handle(self, request):
         match request:
+            case Begin(epoch=epoch, at=at, cursor=cursor):
+                self.epoch = epoch
+                self.begun.append((at, cursor))
+                return Begun(self.version)
+            case Draw(epoch=epoch) | FinishStep(epoch=epoch) | Checkpointed(epoch=epoch) if epoch < self.epoch:
+                raise AsyncRLError(f"trainer epoch {epoch} is older than {self.epoch}: a younger trainer took over")
+            case GetCursor():
+                return DataCursor(Cursor(self.version, 2 * self.version, 2 * self.version + 3, [], {"train.0": "x"}))
+            case Checkpointed(version=version):
+                self.checkpoints.append(version)
+                return Done()
             case Draw(step=step) if step < self.batches:
                 self.events.append(f"draw {step}")
                 return self.batch(step)
@@ -117,10 +138,14 @@ class Buffer:
                 return NotYet("group 9 is missing, held by rollout-0 for 3.2 s")
             case FinishStep(step=step):
                 self.events.append(f"finish {step}")
+                self.version = max(self.version, step + 1)
                 return StepFinished(step + 1)
             case Evaluate(version=version):
                 self.events.append(f"evaluate {version}")
+                self.asked.add(version)
                 return Done()
+            case GetEvaluation(version=version) if version not in self.asked:
+                raise AsyncRLError(f"no evaluation was asked for at version {version}")
             case GetEvaluation(version=version, wait_s=wait_s) if version not in self.polled:
                 self.polled.add(version)
                 await asyncio.sleep(min(wait_s, 0.1))
@@ -172,12 +197,16 @@ class Relay:
     def __init__(self, events, folder, refused=()):
         self.events, self.folder, self.refused = events, folder, refused
         self.visible = []
+        self.epoch = 0
 
     async def stop(self):
         return Done()
 
     async def handle(self, request):
         match request:
+            case Fence(epoch=epoch):
+                self.epoch = epoch
+                return Done()
             case Offer(version=version) if version in self.refused:
                 return Rejected("no room")
             case Offer(version=version, nbytes=nbytes):
@@ -328,7 +357,7 @@ def test_a_relay_that_dies_at_the_very_end_makes_no_failure_of_the_run(tmp_path)
     assert json.loads(service.run.summary.read_text())["ended"] == "max_steps"
 
 
-def test_an_ordered_stop_while_waiting_for_a_draw_leaves_a_checkpoint_and_a_summary(tmp_path):
+def test_an_ordered_stop_leaves_a_checkpoint_and_a_run_that_can_go_on(tmp_path):
     events = []
 
     async def stop_it(service):
@@ -342,10 +371,102 @@ def test_an_ordered_stop_while_waiting_for_a_draw_leaves_a_checkpoint_and_a_summ
             assert status.version == 1 and status.detail["step"] == 1 and status.detail["reward"] == 0.5
             await remote.ask(Stop("the user asked"))
 
-    service = run(configuration(tmp_path), Buffer(events, batches=1), Relay(events, tmp_path), stop_it)
-    summary = json.loads(service.run.summary.read_text())
-    assert summary["ended"] == "stopped" and summary["steps"] == 1
-    assert summary["checkpoint"].endswith("step-00000001")
+    buffer = Buffer(events, batches=1)
+    service = run(configuration(tmp_path), buffer, Relay(events, tmp_path), stop_it)
+    assert not service.run.summary.exists()  # the run is not complete
+    assert events[-1] == "publish 1"  # nobody was sent home
+    assert [p.name for p in service.run.checkpoints.glob("step-*")] == ["step-00000001"]
+    buffer.batches = 99
+    run(configuration(tmp_path), buffer, Relay(events, tmp_path))
+    assert json.loads(service.run.summary.read_text())["steps"] == 4
+    assert [line["step"] for line in metrics_of(service, "step")] == [0, 1, 2, 3]
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_at(events, event):
+    async def watch(service):
+        while event not in events:
+            await asyncio.sleep(0.01)
+        raise Killed
+
+    return watch
+
+
+def weights_of(service, version):
+    state = service.run.checkpoints / f"step-{version:08d}" / "trainer" / "state.json"
+    return json.loads(state.read_text())["weights"]
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 3])
+def test_a_trainer_that_is_killed_makes_its_steps_again_bit_for_bit(tmp_path, every):
+    undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
+    for folder in (undisturbed, disturbed):
+        folder.mkdir()
+    straight = run(configuration(undisturbed), Buffer([]), Relay([], undisturbed))
+
+    config = configuration(disturbed, trainer={"learning_rate": 0.01, "checkpoint_every": every})
+    events, buffer = [], Buffer([], batches=3)
+    buffer.events = events
+    with pytest.raises(Killed):
+        run(config, buffer, Relay(events, disturbed), kill_at(events, "publish 3"))
+    saved = 3 // every * every if every else 0
+    events.clear()
+    buffer.batches = 99
+    service = run(config, buffer, Relay(events, disturbed))
+    assert [at for at, _ in buffer.begun] == [0, saved]
+    steps = [event for event in events if not event.startswith(("evaluate", "stop", "close"))]
+    assert steps == [*[f"draw {step}" for step in range(saved, 3)], "publish 3", "draw 3", "finish 3", "publish 4"]
+    if saved:
+        assert buffer.begun[1][1] == Cursor(saved, 2 * saved, 2 * saved + 3, [], {"train.0": "x"})
+    assert weights_of(service, 4) == weights_of(straight, 4)
+    assert [line["step"] for line in metrics_of(service, "step")] == [0, 1, 2, 3]
+    assert sorted(line["asked"] for line in metrics_of(service, "evaluation")) == [0, 2, 4]
+    assert json.loads(service.run.summary.read_text())["steps"] == 4
+
+
+def test_the_buffer_is_told_from_which_checkpoint_on_it_must_keep_the_draws(tmp_path):
+    buffer = Buffer([])
+    run(configuration(tmp_path), buffer, Relay([], tmp_path))
+    assert buffer.checkpoints == [1, 1, 2, 3, 3]  # two are kept; the last is the one of the end, told again
+
+
+def test_a_checkpoint_that_is_damaged_is_put_aside_and_the_one_before_it_taken(tmp_path, caplog):
+    events, buffer = [], Buffer([], batches=3)
+    buffer.events = events
+    with pytest.raises(Killed):
+        run(configuration(tmp_path), buffer, Relay(events, tmp_path), kill_at(events, "publish 3"))
+    path = tmp_path / "runs" / "scripted" / "checkpoints" / "step-00000003" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    buffer.batches = 99
+    service = run(configuration(tmp_path), buffer, Relay(events, tmp_path))
+    assert [at for at, _ in buffer.begun] == [0, 2]
+    assert "damaged-step-00000003 cannot be read, an older checkpoint is taken" in caplog.text
+    assert json.loads(service.run.summary.read_text())["steps"] == 4
+
+
+def test_other_settings_than_those_of_the_checkpoint_are_told(tmp_path):
+    run(configuration(tmp_path), Buffer([]), Relay([], tmp_path))
+    other = configuration(tmp_path, trainer={"learning_rate": 0.02})
+    with pytest.raises(ConfigError, match=r"trainer\.learning_rate = 0\.02, was 0\.01: a run that goes on keeps it"):
+        run(other, Buffer([]), Relay([], tmp_path))
+
+
+def test_an_old_trainer_that_wakes_up_can_commit_nothing(tmp_path):
+    events, buffer = [], Buffer([])
+    buffer.events = events
+
+    async def another_takes_over(service):
+        while "publish 2" not in events:
+            await asyncio.sleep(0)
+        buffer.epoch += 1
+
+    with pytest.raises(PeerRefused, match="trainer epoch 1 is older than 2: a younger trainer took over"):
+        run(configuration(tmp_path), buffer, Relay(events, tmp_path), another_takes_over)
 
 
 def test_heartbeats_go_on_during_an_update(tmp_path, monkeypatch):

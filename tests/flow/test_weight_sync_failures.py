@@ -9,7 +9,8 @@ import torch
 
 from async_rl.errors import PublicationError
 from async_rl.protocol.control import GetStatus, Stop
-from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
+from async_rl.protocol.weight_sync import Fence, WeightSyncReply, WeightSyncRequest
+from async_rl.rundir import RunDir
 from async_rl.weights import writer
 from async_rl.weights.reader import Subscriber
 from async_rl.weights.writer import Publisher
@@ -215,6 +216,24 @@ def test_a_frozen_relay_fails_the_publication_within_its_deadline_and_the_next_o
                 version, model, _ = await weights_of(Subscriber(rollout, "rollout-0", "one"))
                 assert version == 2
                 assert same(model, Model(2))
+
+    run(main())
+
+
+def test_a_relay_started_anew_refuses_a_trainer_that_was_replaced_before(tmp_path):
+    async def main():
+        run_folder = RunDir.of(settings(tmp_path))
+        run_folder.create()
+        assert [run_folder.next_trainer_epoch() for _ in range(2)] == [1, 2]
+        with Process("relay", tmp_path) as relay:
+            await until(relay.announced)
+            async with connection(tmp_path, "trainer") as trainer:
+                with pytest.raises(PublicationError, match="trainer epoch 1 is older than 2"):
+                    await publisher(trainer, epoch=1).publish(3, Model(3))
+                await publisher(trainer, epoch=2).publish(3, Model(3))
+                await trainer.ask(Fence(3))
+                with pytest.raises(PublicationError, match="trainer epoch 2 is older than 3"):
+                    await publisher(trainer, epoch=2).publish(4, Model(4))
 
     run(main())
 

@@ -70,5 +70,54 @@ def test_an_announced_service_runs_as_long_as_its_process(tmp_path: Path) -> Non
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert run.address("trainer") is not None  # it was killed before it could take that back
     assert not run.running("trainer")
-    run.announce("trainer", "tcp://127.0.0.1:2")
-    assert run.running("trainer")
+    with run.claim("trainer"):
+        run.announce("trainer", "tcp://127.0.0.1:2")
+        assert run.running("trainer")
+    assert not run.running("trainer")  # its pid lives, as that of another process may
+
+
+def test_a_run_is_unfinished_while_something_of_it_can_go_on(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    assert not run.unfinished
+    (run.checkpoints / "step-00000001").mkdir()
+    assert run.unfinished
+    run.summary.write_text("{}")
+    assert run.complete
+    assert not run.unfinished
+
+
+def test_a_complete_run_is_set_aside_as_a_whole_and_an_unfinished_one_stays(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.journal.mkdir()
+    (run.journal / "00000001.log").write_text("journal")
+    run.metrics.write_text("metrics")
+    run.set_aside_complete()
+    assert run.unfinished
+    run.summary.write_text("{}")
+    with run.claim("trainer"):
+        run.announce("trainer", "tcp://127.0.0.1:1")
+        run.set_aside_complete()  # a trainer that has yet to close the buffer
+        assert run.complete
+        run.withdraw("trainer")
+        run.set_aside_complete()  # one that has only just been started
+    assert not run.complete
+    aside = run.path / "previous" / "1"
+    assert sorted(path.name for path in aside.iterdir()) == ["journal", "metrics.jsonl", "summary.json"]
+    run.set_aside_complete()
+    assert [path.name for path in (run.path / "previous").iterdir()] == ["1"]
+
+
+def test_services_that_start_together_set_a_complete_run_aside_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.summary.write_text("{}")
+    code = (
+        f"from async_rl.rundir import RunDir\nrun = RunDir({str(run.path)!r})\n"
+        "run.set_aside_complete()\nassert not run.complete\nrun.metrics.open('a').write('new\\n')"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    assert [path.name for path in (run.path / "previous").iterdir()] == ["1"]
+    assert run.metrics.read_text() == "new\nnew\n"

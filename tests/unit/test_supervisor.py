@@ -48,6 +48,7 @@ def test_what_the_end_of_a_process_means(service: str, status: int, ending: bool
     assert found == expected
 
 
+@pytest.mark.parametrize("service", ["buffer", "trainer"])
 @pytest.mark.parametrize(("status", "deaths", "journal", "expected"), [
     (-9, 1, True, "restart"),
     (-9, 9, True, "fatal"),
@@ -55,10 +56,10 @@ def test_what_the_end_of_a_process_means(service: str, status: int, ending: bool
     (1, 1, True, "fatal"),
     (2, 1, True, "fatal"),
 ])  # fmt: skip
-def test_a_killed_buffer_is_started_anew_where_it_has_a_journal(
-    status: int, deaths: int, journal: bool, expected: str
+def test_a_killed_buffer_or_trainer_is_started_anew_where_there_is_a_journal(
+    status: int, deaths: int, journal: bool, expected: str, service: str
 ) -> None:
-    found = verdict("buffer", status, ending=False, deaths_in_a_row=deaths, max_failures=8, journal=journal)
+    found = verdict(service, status, ending=False, deaths_in_a_row=deaths, max_failures=8, journal=journal)
     assert found == expected
 
 

@@ -6,9 +6,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.config.schema import Warmup
 from async_rl.models.tiny import build_model, build_tokenizer
+from async_rl.protocol.buffer import Cursor
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.objective import Objective
-from async_rl.services.trainer.policy import Policy
+from async_rl.services.trainer.policy import Policy, weights_checksum
 from tests.unit.trainer_material import configuration, random_samples
 
 SETTINGS = Warmup(characters="abcdefghi", hidden_size=16, layers=1, heads=2)
@@ -16,16 +17,16 @@ SETTINGS = Warmup(characters="abcdefghi", hidden_size=16, layers=1, heads=2)
 
 @pytest.fixture
 def trained():
-    """A policy after one update, and its tokenizer."""
-    tokenizer, config = build_tokenizer(SETTINGS), configuration()
+    """A policy after one update, its tokenizer, its settings."""
+    tokenizer, config = build_tokenizer(SETTINGS), configuration(trainer={"learning_rate": 0.01, "warmup_steps": 3})
     policy = Policy(build_model(SETTINGS, tokenizer, seed=0), config)
     policy.update(random_samples(4), Objective.of(config))
-    return policy, tokenizer
+    return policy, tokenizer, config
 
 
 def test_plain_transformers_loads_a_checkpoint(tmp_path, trained):
-    policy, tokenizer = trained
-    folder = Checkpoints(tmp_path, keep=2).save(policy.model, tokenizer, 40)
+    policy, tokenizer, config = trained
+    folder = Checkpoints(tmp_path, keep=2).save(policy, tokenizer, config, 40)
     assert folder == tmp_path / "step-00000040"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     for name, value in policy.model.state_dict().items():
@@ -36,22 +37,37 @@ def test_plain_transformers_loads_a_checkpoint(tmp_path, trained):
     assert "flash" not in (folder / "config.json").read_text()
 
 
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, trained):
+    policy, tokenizer, config = trained
+    cursor = Cursor(1, 16, 20, [17, 19], {"train.0": "abc"})
+    Checkpoints(tmp_path, keep=2).save(policy, tokenizer, config, 1, cursor)
+    resumed = Checkpoints(tmp_path, keep=2).resume(config)
+    assert resumed is not None
+    assert resumed.state.version == 1 and resumed.state.cursor == cursor
+    rates = []
+    for other in (policy, resumed.policy):
+        rates.append(
+            [other.update(random_samples(4, seed=seed), Objective.of(config)).learning_rate for seed in (1, 2, 3)]
+        )
+    assert rates[0] == rates[1]
+    assert weights_checksum(policy.model) == weights_checksum(resumed.policy.model)
+    ours, theirs = policy.optimizer_tensors(), resumed.policy.optimizer_tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_the_newest_stay_and_latest_names_the_last(tmp_path, trained):
-    policy, tokenizer = trained
-    (tmp_path / "step-00000999").mkdir()  # of an earlier run
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    policy, tokenizer, config = trained
     for step in (10, 20, 30, 30):
-        checkpoints.save(policy.model, tokenizer, step)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == [
-        "step-00000020",
-        "step-00000030",
-        "step-00000999",
-    ]
+        checkpoints = Checkpoints(tmp_path, keep=2)  # each time by another process
+        checkpoints.save(policy, tokenizer, config, step)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["step-00000020", "step-00000030"]
+    assert checkpoints.versions == [20, 30]
     assert (tmp_path / "latest").read_text().strip() == "step-00000030"
 
 
 def test_an_interrupted_checkpoint_leaves_no_folder_of_its_name(tmp_path, trained):
-    policy, _ = trained
+    policy, _, config = trained
 
     class Broken:
         def save_pretrained(self, folder):
@@ -59,5 +75,22 @@ def test_an_interrupted_checkpoint_leaves_no_folder_of_its_name(tmp_path, traine
 
     checkpoints = Checkpoints(tmp_path, keep=2)
     with pytest.raises(OSError, match="no space"):
-        checkpoints.save(policy.model, Broken(), 10)
+        checkpoints.save(policy, Broken(), config, 10)
     assert not (tmp_path / "step-00000010").exists() and not (tmp_path / "latest").exists()
+    assert checkpoints.versions == []
+    assert checkpoints.resume(config) is None
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "config.json", "trainer/state.json", "trainer/optimizer.safetensors"]
+)
+def test_what_is_damaged_is_put_aside_for_the_one_before(tmp_path, trained, file):
+    policy, tokenizer, config = trained
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(policy, tokenizer, config, 1)
+    path = checkpoints.save(policy, tokenizer, config, 2) / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    resumed = checkpoints.resume(config)
+    assert resumed is not None
+    assert resumed.state.version == 1
+    assert (tmp_path / "damaged-step-00000002").is_dir()

@@ -156,7 +156,8 @@ def test_metrics_are_one_json_line_a_record(tmp_path):
     equal = drawn([[(trajectory([1], [2]), 1.0), (trajectory([1], [3]), 1.0)]])
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(record_of(equal, config))
-    file.write(record_of(equal, config))
+    file.write(record_of(equal, config))  # made again
+    file.write(msgspec.structs.replace(record_of(equal, config), step=1, version=2))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["step", "step"]
     assert lines[0]["mismatch_kl_k3"] is None  # nothing was measured

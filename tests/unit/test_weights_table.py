@@ -54,6 +54,17 @@ def test_an_older_trainer_and_an_older_version_are_refused(version, epoch, said)
     assert table.version == 4
 
 
+def test_an_older_trainer_is_refused_from_the_moment_on_when_a_younger_one_began():
+    table = SlotTable(3)
+    publish(table, 4, epoch=1)
+    written = table.offer(5, 1)
+    assert isinstance(written, Write)
+    table.fence(2)
+    for refused in (table.judge(manifest(5, 1), written.index), table.offer(6, 1)):
+        assert isinstance(refused, Refuse) and "epoch 1 is older than 2" in refused.reason
+    assert table.version == 4
+
+
 def test_an_older_trainer_is_refused_from_the_newer_ones_first_offer_on():
     table = SlotTable(3)
     publish(table, 4, epoch=1)
