@@ -54,7 +54,7 @@ def facts(config: Config) -> Iterator[str]:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    for step in (_staleness, _batch, _groups, _sampling, _devices, _data, _model, _grader, _addresses, _memory):
+    for step in (_staleness, batch_problems, _groups, _sampling, _devices, _data, _model, _grader, _addresses, _memory):
         try:
             found = list(step(config))
         except UserError as error:
@@ -68,7 +68,8 @@ def _staleness(config: Config) -> Iterator[str]:
     yield from ()
 
 
-def _batch(config: Config) -> Iterator[str]:
+def batch_problems(config: Config) -> Iterator[str]:
+    """What a step could not be cut into."""
     batch = config.batch
     if batch.groups % batch.mini_batches:
         divisors = [n for n in range(1, batch.groups + 1) if batch.groups % n == 0]

@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from async_rl.errors import AsyncRLError, Interrupted
+from async_rl.errors import AsyncRLError, Interrupted, UserError
 from async_rl.version import __version__
 
 SERVICES = ("buffer", "rollout", "reward", "trainer", "weight-sync")
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     train = _on_run(commands, "train", "start every service of a run here, supervised", _train)
+    train.add_argument("--resume", action="store_true", help="go on with the run of this name; default: begin anew")
     train.add_argument("--quiet", action="store_true", help="no live line, only the table at the end")
 
     serve = commands.add_parser("serve", help="one service of a run")
@@ -60,6 +61,18 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--checkpoint", help="a model folder; default: model.path of the run")
     evaluate.add_argument("--samples", type=int, default=1, help="samples per task, for pass@k (default 1)")
     evaluate.add_argument("--temperature", type=float, default=None, help="0: greedy (default with one sample)")
+
+    replay = commands.add_parser("replay", help="train again from a run's journal, without generating")
+    _run_arguments(replay, "RUN")
+    replay.add_argument("--steps", type=int, help="at most so many; default: all that were made")
+    replay.add_argument("--out", metavar="DIR", help="default: replay/N/ in the run's folder")
+    replay.set_defaults(command=_replay)
+
+    buffer = commands.add_parser("buffer", help="what is in the buffer of a run, live or dead; changes nothing")
+    buffer.add_argument("run", metavar="RUN")
+    buffer.add_argument("--group", type=int, metavar="N", help="the history of one group, and its members")
+    buffer.add_argument("--member", type=int, metavar="M", help="of that group: its trajectory, token by token")
+    buffer.set_defaults(command=_buffer, overrides=[])
     return top
 
 
@@ -75,15 +88,15 @@ def _on_run(
     return parser
 
 
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN.toml")
+def _run_arguments(parser: argparse.ArgumentParser, run: str = "RUN.toml") -> None:
+    parser.add_argument("run", metavar=run)
     parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings over those of the file")
 
 
 def _train(options: argparse.Namespace) -> int:
     from async_rl.cli.train import train
 
-    return train(options.run, options.overrides, quiet=options.quiet)
+    return train(options.run, options.overrides, quiet=options.quiet, go_on=options.resume)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -114,6 +127,20 @@ def _eval(options: argparse.Namespace) -> int:
         samples=options.samples,
         temperature=options.temperature,
     )
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from async_rl.cli.replay import replay
+
+    return replay(options.run, options.overrides, steps=options.steps, out=options.out)
+
+
+def _buffer(options: argparse.Namespace) -> int:
+    from async_rl.cli.buffer import buffer
+
+    if options.overrides:
+        raise UserError(f"'{options.overrides[0]}': `buffer` takes no settings")
+    return buffer(options.run, group=options.group, member=options.member)
 
 
 if __name__ == "__main__":

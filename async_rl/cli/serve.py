@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from async_rl.actor.process import PARENT, die_with_parent
 from async_rl.actor.service import Service, run_service
+from async_rl.cli.resume import keep_config
 from async_rl.config import Config, load
 from async_rl.errors import UserError
 from async_rl.rundir import RunDir
@@ -20,19 +21,11 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
     name = service_name(config, service, index)
     run.create()
     with run.claim(name):
-        if PARENT not in os.environ:
-            _set_aside_previous(run, service)
+        if PARENT not in os.environ and service in ("buffer", "trainer"):
+            run.set_aside_complete()
+            if service == "trainer":
+                keep_config(config, run)
         return run_service(build(config, service, name))
-
-
-def _set_aside_previous(run: RunDir, service: str) -> None:
-    """By hand, a trainer begins anew, and so does a buffer, unless a trainer is up and has trained with it.
-
-    A trainer that has announced itself has set its old metrics aside: those that are there are its own."""
-    if service == "trainer":
-        run.set_aside_previous()
-    if service == "buffer" and not (run.running("trainer") and run.metrics.exists()):
-        run.set_aside_previous(("journal",))
 
 
 def service_name(config: Config, service: str, index: int) -> str:

@@ -1,0 +1,145 @@
+"""Trains again from a run's journal: the draws that were, in order, through the same step. No service is started,
+no token generated.
+
+It stands above the services: what the buffer wrote, the trainer's step gets.
+"""
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from async_rl.buffers import store
+from async_rl.buffers.journal.archive import Archive
+from async_rl.config import Config, bounds
+from async_rl.errors import AsyncRLError, JournalDamaged, UserError
+from async_rl.models.load import from_gguf, load_policy, load_tokenizer
+from async_rl.protocol.buffer import Drawn
+from async_rl.rundir import RunDir
+from async_rl.services.trainer.checkpoint import Checkpoints
+from async_rl.services.trainer.metrics import MetricsFile, StepRecord, step_record
+from async_rl.services.trainer.policy import Policy, weights_checksum
+from async_rl.services.trainer.step import train_step
+
+
+class Recorded:
+    """The steps whose draws a journal has; those of a run that goes on, up to the last that was committed."""
+
+    def __init__(self, journal: Path) -> None:
+        self._archive = Archive(journal)
+        state = self._archive.state()
+        self.end = state.version
+        self._reuse = state.settings.reuse
+        self._draws = self._archive.draws()
+
+    @property
+    def begin(self) -> int:
+        """The first step from which on every draw is there."""
+        step = self.end
+        while step and self._first(step - 1) is not None:
+            step -= 1
+        return step
+
+    def drawn(self, step: int) -> Drawn:
+        """What the trainer got for `step`; JournalDamaged, with the step, where that cannot be had again."""
+        first = self._first(step)
+        if first is None:
+            raise JournalDamaged(f"step {step} cannot be made again: the journal has its draw no more")
+        try:
+            draw = self._archive.get_draw(self._draws[first])
+            return store.drawn(draw, step, self._archive.get)
+        except JournalDamaged as error:
+            raise JournalDamaged(f"step {step} cannot be made again: {error}") from None
+
+    def close(self) -> None:
+        self._archive.close()
+
+    def _first(self, step: int) -> int | None:
+        """The first step of the draw that `step` was trained on."""
+        return next((first for first in range(step, step - self._reuse, -1) if first in self._draws), None)
+
+
+class Start(NamedTuple):
+    version: int
+    name: str
+    policy: Policy
+    tokenizer: Any
+
+
+def start(run: RunDir, settings: Config, config: Config, begin: int, out: Path) -> Start:
+    """The weights that the steps from `begin` on can be made with: the run's first ones, else those of its oldest
+    checkpoint that is young enough. settings: the run's; config: the replay's. UserError without any."""
+    if begin == 0:
+        model = config.model
+        if model.path.endswith(".gguf"):
+            from_gguf(Path(model.path), out / "policy")
+            model = msgspec.structs.replace(model, path=str(out / "policy"))
+        policy = Policy(load_policy(model, device=config.trainer.device), config)
+        return Start(0, settings.model.path, policy, load_tokenizer(model))
+    checkpoints = Checkpoints(run.checkpoints, settings.trainer.keep_checkpoints)
+    version = next((version for version in checkpoints.versions if version >= begin), None)
+    if version is None:
+        raise UserError(
+            f"{run.journal} begins with step {begin}, and no checkpoint in {run.checkpoints} is of version {begin} or "
+            "later (journal.keep, trainer.keep_checkpoints)"
+        )
+    path = checkpoints.path(version)
+    policy, tokenizer, _ = checkpoints.load(version, settings)
+    if config != settings:  # the same weights and optimizer, under other settings
+        model = msgspec.structs.replace(config.model, path=str(path))
+        changed = Policy(load_policy(model, device=config.trainer.device), config)
+        changed.go_on(policy.progress, policy.optimizer_tensors())
+        policy = changed
+    return Start(version, str(path), policy, tokenizer)
+
+
+class Replay:
+    """begun: where it starts. out: the folder that it writes into."""
+
+    def __init__(self, begun: Start, config: Config, out: Path) -> None:
+        self.version = begun.version
+        self._policy, self._tokenizer, self._config, self._out = begun.policy, begun.tokenizer, config, out
+        self._metrics = MetricsFile(out / "metrics.jsonl")
+        self._began = time.monotonic()
+
+    def step(self, recorded: Recorded) -> StepRecord:
+        """The next one; JournalDamaged where its draw is."""
+        asked = time.monotonic()
+        drawn = recorded.drawn(self.version)
+        began = time.monotonic()
+        result = train_step(drawn, self._policy, self._config)
+        now = time.monotonic()
+        record = step_record(
+            drawn,
+            result,
+            on_exceed=bounds(self._config).on_exceed,
+            wall_s=now - self._began,
+            draw_wait_s=began - asked,
+            train_s=now - began,
+            held_out=None,
+        )
+        self._metrics.write(record)
+        self.version += 1
+        return record
+
+    @property
+    def weights(self) -> str:
+        """Their checksum."""
+        return weights_checksum(self._policy.model)
+
+    def equals(self, checkpoints: Checkpoints) -> bool:
+        """Whether the run has a checkpoint of this version; AsyncRLError where its weights are others."""
+        if self.version not in checkpoints.versions:
+            return False
+        theirs, ours = checkpoints.state(self.version).weights, self.weights
+        if ours != theirs:
+            raise AsyncRLError(
+                f"version {self.version}: the weights are not those of {checkpoints.path(self.version)}: "
+                f"their checksum is {ours}, there it is {theirs}"
+            )
+        return True
+
+    def save(self) -> Path:
+        """A checkpoint of this version."""
+        return Checkpoints(self._out / "checkpoints", 1).save(self._policy, self._tokenizer, self._config, self.version)
