@@ -7,7 +7,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: quickstart test test-slow check format clean
+.PHONY: quickstart test test-slow check format bench-buffer clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/async-rl train recipes/quickstart.toml
@@ -29,8 +29,13 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Ray and TransferQueue are compared with, never used: they stand in an environment of their own.
+bench-buffer:
+	$(MAKE) $(VENV)-bench/.installed-bench VENV=$(VENV)-bench
+	$(VENV)-bench/bin/python benchmarks/buffer.py
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -44,3 +49,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(BIN)/pip install --quiet "ray==2.60.0" "TransferQueue==0.1.11"
+	@touch $@
