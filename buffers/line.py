@@ -18,8 +18,8 @@ Wants = tuple[int, int]
 
 
 class Place:
-    def __init__(self, number: int, wants: Wants) -> None:
-        self.number, self.wants = number, wants
+    def __init__(self, number: int, wants: Wants, owner: str) -> None:
+        self.number, self.wants, self.owner = number, wants, owner
         self.turn = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
@@ -39,8 +39,8 @@ class Line:
         self._wave = 0  # places from this number on came after the last change
 
     @contextlib.contextmanager
-    def place(self, wants: Wants = (0, 0)) -> Iterator[Place]:
-        place = Place(next(self._numbers), wants)
+    def place(self, wants: Wants = (0, 0), owner: str = "") -> Iterator[Place]:
+        place = Place(next(self._numbers), wants, owner)
         self._places[place.number] = place
         try:
             yield place
@@ -61,6 +61,12 @@ class Line:
                 del self._places[place.number]
                 place.turn.set()
                 return
+
+    def call(self, owner: str) -> None:
+        """Whatever changed, those of `owner` have their turn."""
+        for place in [place for place in self._places.values() if place.owner == owner]:
+            del self._places[place.number]
+            place.turn.set()
 
     def wake_all(self) -> None:
         for place in self._places.values():

@@ -201,8 +201,12 @@ class BufferService(Service):
                 case messages.Acquire(wait_s=wait_s):
                     self._asking[request.worker] = request
                     line, wants = self._workers[request.stage], (request.version, request.n)
-                    granted = await self._poll(lambda: self._acquire(request), wait_s, line, wants)
+                    granted = await self._poll(lambda: self._acquire(request), wait_s, line, wants, request.worker)
                     return granted or messages.Leases()
+                case messages.Withdraw(worker, stage):
+                    self._asking.pop(worker, None)
+                    self._workers[stage].call(worker)
+                    return Done()
                 case messages.Draw(wait_s=wait_s):
                     drawn = await self._poll(lambda: self._draw(request), wait_s, self._others)
                     return drawn or messages.NotYet(self._why_no_draw())
@@ -255,11 +259,13 @@ class BufferService(Service):
                 return report.buffer_report(self._machine, now)
         raise AsyncRLError(f"{self.name} has no answer to {type(request).__name__}")
 
-    async def _poll(self, attempt: Callable[[], Any], wait_s: float, line: Line, wants: Wants = (0, 0)) -> Any:
+    async def _poll(
+        self, attempt: Callable[[], Any], wait_s: float, line: Line, wants: Wants = (0, 0), asker: str = ""
+    ) -> Any:
         """What `attempt` gives as soon as it gives something; None after `wait_s`. Waits in `line` meanwhile."""
         give_up, has_turn = time.monotonic() + wait_s, False
         while True:
-            with line.place(wants) as place:
+            with line.place(wants, asker) as place:
                 answer = None
                 try:
                     answer = attempt()
@@ -274,8 +280,8 @@ class BufferService(Service):
             has_turn = place.turn.is_set()
 
     def _acquire(self, request: messages.Acquire) -> messages.Leases | None:
-        if self._asking[request.worker] is not request:
-            return messages.Leases()  # asked again over a new connection: nobody would take this answer
+        if self._asking.get(request.worker) is not request:
+            return messages.Leases()  # withdrawn, or asked again over a new connection: nobody would take it
         if not self._machine.state.epoch and not self._ending.is_set():
             return None  # the trainer says first where the run stands
         leases = self._machine.workers.acquire(

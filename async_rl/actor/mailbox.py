@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from async_rl.actor import wire
+from async_rl.actor.receive import Receiver
 from async_rl.errors import AsyncRLError, InvariantError, UserError, WireError
 from async_rl.protocol import SCHEMA
 
@@ -82,10 +83,11 @@ class Mailbox:
 
     async def serve(self) -> None:
         """Receive until cancelled, or until a handler fails; requests under way are cancelled then."""
+        receiver = Receiver(self._socket)
         async with asyncio.TaskGroup() as tasks:
             while True:
-                frames = await self._socket.recv_multipart(copy=False)
-                await self._receive(frames[0].bytes, frames[1:], tasks)
+                for frames in await receiver.burst():
+                    await self._receive(frames[0].bytes, frames[1:], tasks)
                 await asyncio.sleep(0)  # a full queue never keeps the tasks it feeds from running
 
     async def _receive(self, identity: bytes, frames: list[zmq.Frame], tasks: asyncio.TaskGroup) -> None:

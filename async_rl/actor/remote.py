@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from async_rl.actor import wire
+from async_rl.actor.receive import Receiver
 from async_rl.errors import AsyncRLError, DeadlineExceeded, PeerRefused, WireError
 from async_rl.protocol import SCHEMA
 
@@ -58,7 +59,7 @@ class Remote:
         self._encode = wire.Codec(requests).encode
         self._decode = wire.Codec(replies).decode
         self._sequence = 0
-        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[list[zmq.Frame] | None]] = {}  # None: the link was lost
         self._credit = asyncio.Semaphore(wire.CREDIT)
         self._telling: set[asyncio.Task[None]] = set()
         self._link: _Link | None = None
@@ -121,20 +122,21 @@ class Remote:
         self._sequence += 1
         sequence = self._sequence
         frames = [wire.encode_envelope(wire.Request(sequence, wants_reply)), *self._encode(message)]
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[sequence] = reply
+        body: list[zmq.Frame] | None = None
         try:
-            while not reply.done():
+            while body is None:
                 link = await self._next_link()
+                answer = self._pending[sequence] = asyncio.get_running_loop().create_future()
                 await link.send(frames)
-                await asyncio.wait({reply, link.lost}, return_when=asyncio.FIRST_COMPLETED)
-            body = reply.result()
+                body = await answer
             return self._decode(body) if wants_reply else None
         finally:
-            del self._pending[sequence]
+            self._pending.pop(sequence, None)
 
     async def _connected(self) -> None:
         """Wait for the greeting, at most `services.connect_s`."""
+        if self._link is not None:
+            return
         try:
             async with asyncio.timeout(self._connect_s):
                 await self._next_link()
@@ -187,46 +189,54 @@ class Remote:
     async def _converse(self, socket: zmq.asyncio.Socket) -> None:
         """Greet, then receive until the peer is silent for MISSED_HEARTBEATS heartbeats, or refuses us."""
         await _post(socket, self._hello)
-        silent = 0
+        receiver, silent = Receiver(socket), 0
         while silent < MISSED_HEARTBEATS:
-            if not await socket.poll(int(self._heartbeat_s * 1000)):
+            messages = await receiver.burst(self._heartbeat_s)
+            if not messages:
                 silent += 1
                 await _post(socket, wire.encode_envelope(wire.Ping()))
                 continue
             silent = 0
-            frames = await socket.recv_multipart(copy=False)
-            try:
-                envelope = wire.decode_envelope(frames[0])
-            except WireError as error:
-                log.warning("%s: a frame from %s: %s", self._sender, self.service, error)
-                continue
-            match envelope:
-                case wire.Welcome(incarnation=incarnation):
-                    self._lose_link()
-                    self._refusal = ""
-                    self._link = _Link(socket, incarnation)
-                    self._changed.set()
-                case wire.Refusal(reason=reason, final=True):
-                    raise PeerRefused(reason)
-                case wire.Refusal(reason=reason):  # a port that has passed to another service: look again
-                    if reason != self._refusal:
-                        log.warning("%s: %s", self._sender, reason)
-                    self._refusal = reason
-                    await asyncio.sleep(self._heartbeat_s)
+            for frames in messages:
+                if not await self._receive(socket, frames):
                     return
-                case wire.Ungreeted():
-                    await self._greet_again(socket)
-                case wire.Pong(incarnation=incarnation):
-                    if self._link is None or incarnation != self._link.incarnation:
-                        await self._greet_again(socket)
-                case wire.Reply(sequence=sequence):
-                    self._settle(sequence, frames[1:])
-                case wire.Fault(sequence=sequence, reason=reason):
-                    self._settle(sequence, PeerRefused(f"{self.service}: {reason}"))
-                case _:
-                    log.warning("%s: %s sent a %s", self._sender, self.service, type(envelope).__name__)
+            await asyncio.sleep(0)  # who is answered runs before the next burst
         if self._link is not None:
             log.warning("%s: %s is silent; connecting again", self._sender, self.service)
+
+    async def _receive(self, socket: zmq.asyncio.Socket, frames: list[zmq.Frame]) -> bool:
+        """False: this is not who was looked for."""
+        try:
+            envelope = wire.decode_envelope(frames[0])
+        except WireError as error:
+            log.warning("%s: a frame from %s: %s", self._sender, self.service, error)
+            return True
+        match envelope:
+            case wire.Reply(sequence=sequence):
+                self._settle(sequence, frames[1:])
+            case wire.Fault(sequence=sequence, reason=reason):
+                self._settle(sequence, PeerRefused(f"{self.service}: {reason}"))
+            case wire.Welcome(incarnation=incarnation):
+                self._lose_link()
+                self._refusal = ""
+                self._link = _Link(socket, incarnation)
+                self._changed.set()
+            case wire.Refusal(reason=reason, final=True):
+                raise PeerRefused(reason)
+            case wire.Refusal(reason=reason):  # a port that has passed to another service: look again
+                if reason != self._refusal:
+                    log.warning("%s: %s", self._sender, reason)
+                self._refusal = reason
+                await asyncio.sleep(self._heartbeat_s)
+                return False
+            case wire.Ungreeted():
+                await self._greet_again(socket)
+            case wire.Pong(incarnation=incarnation):
+                if self._link is None or incarnation != self._link.incarnation:
+                    await self._greet_again(socket)
+            case _:
+                log.warning("%s: %s sent a %s", self._sender, self.service, type(envelope).__name__)
+        return True
 
     async def _greet_again(self, socket: zmq.asyncio.Socket) -> None:
         """The service was started anew at the same address, or a greeting was lost.
@@ -250,7 +260,10 @@ class Remote:
     def _lose_link(self) -> None:
         link, self._link = self._link, None
         if link is not None:
-            link.lost.set_result(None)
+            link.lost = True
+            for answer in self._pending.values():
+                if not answer.done():
+                    answer.set_result(None)
         if self._failure is None:
             self._changed.clear()
 
@@ -260,17 +273,16 @@ class Remote:
 
 
 class _Link:
-    """A greeted connection to one incarnation of the service; `lost` is done when it is of no more use."""
+    """A greeted connection to one incarnation of the service; `lost`: it is of no more use."""
 
     def __init__(self, socket: zmq.asyncio.Socket, incarnation: str) -> None:
-        self.incarnation = incarnation
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.incarnation, self.lost = incarnation, False
         self._socket = socket
 
     async def send(self, frames: list[wire.Frame]) -> None:
         """Hand the frames to ZeroMQ, waiting while its queue is full; returns early when the link is lost."""
         pause = 0.001
-        while not self.lost.done():
+        while not self.lost:
             try:
                 await self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
                 return

@@ -54,6 +54,13 @@ class Acquire(Message, frozen=True):
     wait_s: float
 
 
+class Withdraw(Message, frozen=True):
+    """What the worker asks for with Acquire is answered at once: it has newer weights to load. Answered with Done."""
+
+    worker: str
+    stage: Stage
+
+
 class Started(Message, frozen=True):
     """Sampling of the lease began at `version`; refused (`revoked`) where that is older than it may be."""
 
@@ -323,6 +330,7 @@ class BufferReport(Message, frozen=True):
 
 BufferRequest = (
     Acquire
+    | Withdraw
     | Started
     | Extend
     | FinishGenerate

@@ -33,6 +33,7 @@ from async_rl.protocol.buffer import (
     Leases,
     Sampled,
     Started,
+    Withdraw,
 )
 from async_rl.protocol.control import ControlReply, ControlRequest
 from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
@@ -44,7 +45,7 @@ from async_rl.services.rollout.meter import Meter
 if TYPE_CHECKING:
     from async_rl.weights.reader import Received, Subscriber
 
-GRANT_S = 0.5  # an update waits for a grant under way, so that no lease is granted for weights just replaced
+GRANT_S = 0.5  # how long the buffer may look for work
 FETCH_S = 5.0
 REFUSAL_S = 0.5
 
@@ -231,6 +232,8 @@ class RolloutService(Service):
             if received is None:
                 continue
             self._newer = True
+            # No lease is granted for weights just replaced: what is asked for comes back first.
+            await self._buffer.tell(Withdraw(self.name, "generate"))
             async with self._granting:
                 if self._may_update():
                     await self._try_update(received)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 import numpy as np
 
@@ -22,7 +23,9 @@ from async_rl.protocol.buffer import (
     Leases,
     Sampled,
     Started,
+    Withdraw,
 )
+from async_rl.protocol.control import Done
 from async_rl.protocol.weight_sync import (
     Bucket,
     Fetch,
@@ -76,6 +79,8 @@ class Buffer:
         self.revoke: dict[LeaseId, str] = {}
         self.refuse_start: set[int] = set()
         self.ended = False
+        self.patient = False  # an Acquire is answered with leases, or when it is withdrawn
+        self.withdrawn = 0
         self._group = 0
 
     def offer(self, count=1, *, members=2, exact=None, greedy=False, prompt="question", answer="right"):
@@ -90,12 +95,16 @@ class Buffer:
         match request:
             case Acquire(n=n, version=version, wait_s=wait_s):
                 self.acquired.append(request)
-                for _ in range(round(wait_s / 0.01)):
+                withdrawn, give_up = self.withdrawn, time.monotonic() + wait_s
+                while withdrawn == self.withdrawn and (self.patient or time.monotonic() < give_up):
                     leases = self._grant(n, version)
                     if leases or self.ended:
                         return Leases(generate=leases, ended=self.ended)
                     await asyncio.sleep(0.01)
                 return Leases()
+            case Withdraw():
+                self.withdrawn += 1
+                return Done()
             case Started(lease=lease, version=version):
                 if lease.group in self.refuse_start:
                     return LeaseReply("revoked", "too old")

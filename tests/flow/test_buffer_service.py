@@ -59,6 +59,7 @@ from async_rl.protocol.buffer import (
     ScoreLease,
     Started,
     StepFinished,
+    Withdraw,
     WorkerStats,
 )
 from async_rl.protocol.control import Done, GetStatus, Stop
@@ -205,6 +206,30 @@ async def work(buffer: Buffer, name: str, stage: Any, version: Callable[[], int]
         for lease in granted.generate:
             await peer.generate([lease], lease.min_version if lease.exact_version is None else version())
         await peer.score(granted.score)
+
+
+def test_what_is_withdrawn_is_answered_at_once_and_not_granted_later(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(configure(tmp_path, mode="sync")) as buffer:
+            rollout, other = await buffer.peer("rollout-0"), await buffer.peer("rollout-1")
+            trainer = await buffer.peer("trainer")
+            first = await rollout.acquire("generate")
+            assert len(first.generate) == 2
+            asked = asyncio.create_task(rollout.acquire("generate", wait_s=60.0))
+            too = asyncio.create_task(other.acquire("generate", wait_s=60.0))
+            while len(buffer.service._workers["generate"]._places) < 2:
+                await asyncio.sleep(0.01)
+            assert await rollout.ask(Withdraw("rollout-0", "generate")) == Done()
+            assert await asked == Leases() and not too.done()
+            assert (
+                await rollout.ask(Withdraw("rollout-0", "generate")) == Done()
+            )  # nothing is asked for: nothing happens
+            failed = Fail("rollout-0", "one", first.generate[0].id, None, "stops", fault=False)
+            assert (await rollout.ask(failed)).outcome == "accepted"
+            assert [lease.id.group for lease in (await too).generate] == [first.generate[0].id.group]
+            assert await trainer.ask(Close("enough")) == Done()
+
+    play(scenario)
 
 
 def test_a_whole_run_with_workers_trainer_and_evaluations(tmp_path: Path) -> None:

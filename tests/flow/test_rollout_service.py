@@ -62,6 +62,21 @@ def test_nothing_is_leased_before_the_first_weights(tmp_path):
     run(main())
 
 
+def test_new_weights_do_not_wait_for_work_that_was_asked_for_with_the_old_ones(tmp_path):
+    async def scenario():
+        async with ring(settings(tmp_path), tmp_path) as r:
+            r.buffer.patient = True
+            await r.until(lambda: r.buffer.acquired)  # without a withdrawal, this one is never answered
+            r.relay.publish(1)
+            await r.until(lambda: r.buffer.acquired[-1].version == 1)
+            r.buffer.offer(1)
+            await r.until(lambda: len(r.buffer.finished) == 2)
+            assert r.buffer.granted == {0: 1} and r.buffer.versions(0) == [1]
+            await r.end()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("mode", ["sync", "one-step"])
 def test_without_in_flight_updates_a_worker_drains_before_it_updates(tmp_path, mode):
     """Field report 3, the rollout's part: no sample has two versions, none resumes on old weights."""

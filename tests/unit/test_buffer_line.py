@@ -15,7 +15,7 @@ def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 async def join(line: Line, order: list[str], name: str, wants: tuple[int, int] = (0, 0)) -> "asyncio.Task[None]":
     async def wait() -> None:
-        with line.place(wants) as place:
+        with line.place(wants, name) as place:
             await place.wait(5.0)
             if place.turn.is_set():
                 order.append(name)
@@ -67,6 +67,22 @@ def test_a_turn_that_got_nothing_goes_to_those_that_ask_for_more_and_ends_with_t
         assert not late.done()
         line.wake_all()
         await asyncio.gather(*tasks, late)
+
+    play(scenario)
+
+
+def test_who_is_called_comes_at_once_and_the_order_of_the_others_stands() -> None:
+    async def scenario() -> None:
+        line, order = Line(), list[str]()
+        tasks = [await join(line, order, name) for name in ("first", "second", "third")]
+        line.call("second")
+        await tasks[1]
+        line.call("nobody")
+        line.wake()
+        await tasks[0]
+        assert order == ["second", "first"]
+        line.wake_all()
+        await tasks[2]
 
     play(scenario)
 
