@@ -30,6 +30,7 @@ class Outline(Struct, frozen=True):
 
     oldest: int  # version of its oldest action token
     youngest: int
+    tokens: int  # action tokens
     truncated: bool  # stopped by max_new_tokens
     place: Place
 

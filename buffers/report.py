@@ -23,6 +23,7 @@ def buffer_report(core: Core, now: float) -> BufferReport:
         states={phase: len(ids) for phase, ids in state.training.phases.items() if ids},
         conserved=state.admitted == gone + state.held,
         lapsed=state.lapsed,
+        tokens=state.tokens,
         workers={name: total(worker) for name, worker in workers.items()},
         worker_versions={name: worker.version for name, worker in workers.items() if worker.stage == "generate"},
         oldest_lease=oldest_lease(core, now),

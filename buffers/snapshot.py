@@ -4,9 +4,6 @@ A segment of the journal begins with one, so that what came before need not be r
 what it holds is in it by its declaration; what two parts of the state share is shared again after `thaw`.
 """
 
-from collections import deque
-from typing import Any
-
 import msgspec
 
 from async_rl.buffers.state import State
@@ -28,15 +25,5 @@ def thaw(frozen: bytes | memoryview) -> State:
     return state
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, deque):
-        return list(value)
-    raise TypeError(f"a state holds no {type(value).__name__}")
-
-
-def _rebuilt(kind: Any, value: Any) -> Any:
-    return deque(value)  # the only type of a state that msgspec does not know
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decoder = msgspec.msgpack.Decoder(State, dec_hook=_rebuilt)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(State)

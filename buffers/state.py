@@ -62,6 +62,7 @@ class State(Struct):
     last_failure: str = ""
     filtered: dict[str, int] = field(default_factory=dict)  # by reason, since a group was ready
     lapsed: int = 0
+    tokens: int = 0  # action tokens of all trajectories taken in
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by the version asked for
     evaluated: int = 0  # evaluation groups so far
     closed: str | None = None
@@ -146,6 +147,7 @@ class State(Struct):
             case events.Generated(lease=lease, member=member, outline=outline):
                 group = self._group(lease.group)
                 group.trajectories[member] = outline
+                self.tokens += outline.tokens
                 group.sampled = outline.oldest if group.sampled is None else min(group.sampled, outline.oldest)
                 self._settle(group, member, taken=True)
             case events.Scored(lease=lease, member=member, score=score):

@@ -87,7 +87,8 @@ class MemoryStore:
 
 def outline(trajectory: Trajectory, place: Place) -> Outline:
     versions = [version for version, _ in trajectory.versions]
-    return Outline(min(versions), max(versions), trajectory.stop == "length", place)
+    tokens = sum(count for _, count in trajectory.versions)
+    return Outline(min(versions), max(versions), tokens, trajectory.stop == "length", place)
 
 
 def kept_draw(

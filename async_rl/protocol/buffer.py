@@ -322,7 +322,8 @@ class BufferReport(Message, frozen=True):
     states: dict[str, int]  # held groups by state
     conserved: bool
     lapsed: int  # leases that lapsed
-    workers: dict[str, WorkerStats]  # by name, incarnations added up
+    tokens: int  # action tokens of all trajectories taken in, those of evaluations too
+    workers: dict[str, WorkerStats]  # by name, incarnations added up, since the buffer was started
     worker_versions: dict[str, int]
     oldest_lease: str  # "group 17 (generate, attempt 0) held by rollout-0 for 3.2 s", or ""
     ended: bool

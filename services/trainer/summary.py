@@ -48,7 +48,7 @@ class Summary(msgspec.Struct, frozen=True):
     reward_first: float | None  # mean over the first and last tenth of the steps
     reward_last: float | None
     groups: Groups
-    tokens_generated: int  # those of evaluations too
+    tokens_generated: int  # of the trajectories that reached the buffer, those of evaluations too
     tokens_trained: int
     tokens_generated_per_s: float
     tokens_trained_per_s: float
@@ -80,8 +80,6 @@ def summary(
     limits = bounds(config)
     lags: Counter[int] = sum((Counter(step.lag_histogram) for step in steps), start=Counter())
     trained = sum(step.trained_tokens for step in steps)
-    rollouts = _rollouts(report)
-    generated = sum(stats.tokens for stats in rollouts)
     tenth = max(len(steps) // 10, 1)
     return Summary(
         format=FORMAT,
@@ -96,12 +94,12 @@ def summary(
         reward_first=_mean([step.reward_mean for step in steps[:tenth]]),
         reward_last=_mean([step.reward_mean for step in steps[-tenth:]]),
         groups=_groups(report),
-        tokens_generated=generated,
+        tokens_generated=report.tokens,
         tokens_trained=trained,
-        tokens_generated_per_s=generated / generated_s,
+        tokens_generated_per_s=report.tokens / generated_s,
         tokens_trained_per_s=trained / wall_s,
         idle_trainer=sum(step.draw_wait_s for step in steps) / wall_s,
-        idle_rollout=idle_share(rollouts),
+        idle_rollout=idle_share(_rollouts(report)),
         largest_lag_trained=max(lags, default=None),
         lag_histogram=dict(sorted(lags.items())),
         mismatch_kl_k1=_mean([step.mismatch_kl_k1 for step in steps]),

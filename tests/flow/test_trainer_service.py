@@ -163,6 +163,7 @@ class Buffer:
                     states={},
                     conserved=True,
                     lapsed=0,
+                    tokens=120,
                     workers={
                         "rollout-0": WorkerStats(up_s=10.0, busy_s=7.5, tokens=120),
                         "reward-0": WorkerStats(up_s=10.0, busy_s=1.0),

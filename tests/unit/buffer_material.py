@@ -1,6 +1,5 @@
 """Settings, trajectories and scores for the tests of the buffer, and commands that prepare a machine."""
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +94,7 @@ def plain(value: Any) -> Any:
             return value.tolist()
         case str():
             return value
-        case Sequence() | deque():
+        case Sequence():
             return [plain(item) for item in value]
         case _:
             return value

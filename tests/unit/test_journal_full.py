@@ -36,7 +36,7 @@ def fill(folder: Path) -> tuple[int, str]:
         trajectory = long_trajectory()
         for member in range(MEMBERS):
             place = journal.put(0, member, trajectory)
-            machine.record(events.Generated(LeaseId(0, 0, "generate"), member, Outline(0, 0, False, place)))
+            machine.record(events.Generated(LeaseId(0, 0, "generate"), member, Outline(0, 0, 1, False, place)))
             try:
                 await journal.append(machine.take())
             except JournalFull as error:

@@ -99,7 +99,7 @@ def test_the_last_error_of_a_log_is_found_without_its_time_stamp(tmp_path: Path)
 
 def report(tokens: int, up: float, busy: float) -> BufferReport:
     return BufferReport(
-        version=0, admitted=0, held=0, trained=0, dropped={}, failed={}, states={}, conserved=True, lapsed=0,
+        version=0, admitted=0, held=0, trained=0, dropped={}, failed={}, states={}, conserved=True, lapsed=0, tokens=0,
         workers={"rollout-0": WorkerStats(up_s=up, busy_s=busy, tokens=tokens), "reward-0": WorkerStats(up_s=up)},
         worker_versions={}, oldest_lease="", ended=False,
     )  # fmt: skip
