@@ -66,6 +66,7 @@ from async_rl.protocol.control import Done, GetStatus, Stop
 from async_rl.trajectory import Score, Task, Trajectory
 
 SIZE = 2
+TOKENS = 5000  # of a trajectory: two of its arrays travel as frames of their own, one in the body
 
 
 class Stream:
@@ -127,19 +128,18 @@ class Peer:
 
     async def score(self, leases: list[ScoreLease]) -> None:
         for lease in leases:
-            assert all(trajectory.tokens.shape == (600,) for _, trajectory in lease.trajectories)
+            assert all(trajectory.tokens.shape == (TOKENS,) for _, trajectory in lease.trajectories)
             graded = [Graded(lease.id, member, Score(float(member))) for member, _ in lease.trajectories]
             answer = await self.ask(FinishScore(self.name, self.incarnation, graded))
             assert [reply.outcome for reply in answer.replies] == ["accepted"] * len(graded)
 
 
 def sample(version: int) -> Trajectory:
-    """Large enough for its arrays to travel as frames of their own."""
-    action = np.ones(600, dtype=bool)
+    action = np.ones(TOKENS, dtype=bool)
     action[0] = False
     logprobs = np.where(action, -0.5, 0.0).astype(np.float32)
-    tokens = np.arange(600, dtype=np.int32)
-    return Trajectory(tokens, action, logprobs, [(version, 599)], "eos", "text")
+    tokens = np.arange(TOKENS, dtype=np.int32)
+    return Trajectory(tokens, action, logprobs, [(version, TOKENS - 1)], "eos", "text")
 
 
 class Buffer:
