@@ -146,6 +146,10 @@ class BufferService(Service):
                 await place.wait(min(give_up - now, self.config.services.lease_s / TICKS))
         log.warning("%s: workers left untold of the end (services.stop_s)", self.name)
 
+    def detail(self) -> dict[str, float | int | str]:
+        state = self._machine.state
+        return {"held": state.held, "trained": state.trained, "leases": len(state.leases), **self._journal.footprint()}
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self.config.services.lease_s / TICKS))

@@ -12,10 +12,12 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import uvloop
@@ -115,6 +117,7 @@ class Service:
                     pid=os.getpid(),
                     uptime_s=time.monotonic() - self._born,
                     version=self.version,
+                    resident_bytes=resident_bytes(),
                     refused_frames=self._mailbox.refused_frames if self._mailbox else 0,
                     detail=self.detail(),
                 )
@@ -217,3 +220,12 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; where the system has no /proc, the most that it has held."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

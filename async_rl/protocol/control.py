@@ -20,6 +20,7 @@ class ServiceStatus(Message, frozen=True):
     pid: int
     uptime_s: float
     version: int = -1
+    resident_bytes: int = 0  # memory of the process
     refused_frames: int = 0  # malformed messages counted and dropped
     detail: dict[str, float | int | str] = {}
 

@@ -106,6 +106,9 @@ class DiskJournal:
             if self._file is not None:
                 os.close(self._file)
 
+    def footprint(self) -> dict[str, int]:
+        return {"journal_bytes": self._nbytes, "cache_bytes": self._recent.nbytes}
+
     def _is_over(self, happened: Sequence[events.Any]) -> bool:
         """Whether the segment is to end with the batch that is gathered."""
         checkpoint = self._limits.keep == "checkpoint" and any(isinstance(e, events.Checkpointed) for e in happened)
@@ -158,24 +161,24 @@ class _Recent:
     """What was put last. All that is not durable yet; beyond that, as much as `limit` bytes hold."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._nbytes = limit, 0
+        self._limit, self.nbytes = limit, 0
         self._content: OrderedDict[Place, Trajectory | KeptDraw] = OrderedDict()  # in the order of their places
 
     def add(self, place: Place, content: Trajectory | KeptDraw) -> None:
         self._content[place] = content
-        self._nbytes += place.nbytes
+        self.nbytes += place.nbytes
 
     def get(self, place: Place) -> Trajectory | KeptDraw | None:
         return self._content.get(place)
 
     def trim(self, durable: tuple[int, int]) -> None:
         """durable: segment and offset that all before is durable."""
-        while self._nbytes > self._limit:
+        while self.nbytes > self._limit:
             oldest = next(iter(self._content))
             if (oldest.segment, oldest.offset) >= durable:
                 return
             del self._content[oldest]
-            self._nbytes -= oldest.nbytes
+            self.nbytes -= oldest.nbytes
 
 
 def _named(state: State) -> Iterator[int]:

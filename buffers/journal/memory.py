@@ -19,3 +19,6 @@ class MemoryJournal(MemoryStore):
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    def footprint(self) -> dict[str, int]:
+        return {}

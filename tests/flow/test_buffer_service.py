@@ -361,7 +361,8 @@ def test_malformed_frames_are_counted_and_refused_and_harm_nobody(tmp_path: Path
                 assert isinstance(wire.decode_envelope((await socket.recv_multipart())[0]), wire.Fault)
             context.destroy(linger=0)
             status = await rollout.ask(GetStatus())
-            assert status.refused_frames == 3
+            assert status.refused_frames == 3 and status.resident_bytes > 2**20
+            assert status.detail["held"] == 1 and status.detail["journal_bytes"] > 0
             assert len((await rollout.acquire("generate", n=SIZE)).generate) == 1
 
     play(scenario)

@@ -160,7 +160,7 @@ def test_what_was_put_is_there_at_once_and_later_whatever_the_cache_holds(tmp_pa
             for place in places:
                 assert same(journal.get(place), trajectory)
             cached = [place for place in places if journal.get(place) is trajectory]
-            assert sum(place.nbytes for place in cached) <= cache_bytes
+            assert sum(place.nbytes for place in cached) == journal.footprint()["cache_bytes"] <= cache_bytes
             assert cached == places[len(places) - len(cached) :]  # the newest
         if not cache_bytes:
             assert not journal.get(places[0]).tokens.flags.writeable
