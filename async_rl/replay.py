@@ -14,13 +14,15 @@ from async_rl.buffers import store
 from async_rl.buffers.journal.archive import Archive
 from async_rl.config import Config, bounds
 from async_rl.errors import AsyncRLError, JournalDamaged, UserError
-from async_rl.models.load import from_gguf, load_policy, load_tokenizer
+from async_rl.models.load import load_policy, load_tokenizer, trainable
 from async_rl.protocol.buffer import Drawn
 from async_rl.rundir import RunDir
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.metrics import MetricsFile, StepRecord, step_record
-from async_rl.services.trainer.policy import Policy, weights_checksum
+from async_rl.services.trainer.policy import Policy
+from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.step import train_step
+from async_rl.services.trainer.trained import weights_checksum
 
 
 class Recorded:
@@ -63,20 +65,17 @@ class Recorded:
 class Start(NamedTuple):
     version: int
     name: str
-    policy: Policy
+    roles: Roles
     tokenizer: Any
 
 
 def start(run: RunDir, settings: Config, config: Config, begin: int, out: Path) -> Start:
     """The weights that the steps from `begin` on can be made with: the run's first ones, else those of its oldest
     checkpoint that is young enough. settings: the run's; config: the replay's. UserError without any."""
+    first = trainable(config.model, out / "policy")
     if begin == 0:
-        model = config.model
-        if model.path.endswith(".gguf"):
-            from_gguf(Path(model.path), out / "policy")
-            model = msgspec.structs.replace(model, path=str(out / "policy"))
-        policy = Policy(load_policy(model, device=config.trainer.device), config)
-        return Start(0, settings.model.path, policy, load_tokenizer(model))
+        policy = Policy(load_policy(first, device=config.trainer.device), config)
+        return Start(0, settings.model.path, Roles.around(policy, config, first), load_tokenizer(first))
     checkpoints = Checkpoints(run.checkpoints, settings.trainer.keep_checkpoints)
     version = next((version for version in checkpoints.versions if version >= begin), None)
     if version is None:
@@ -85,13 +84,13 @@ def start(run: RunDir, settings: Config, config: Config, begin: int, out: Path) 
             "later (journal.keep, trainer.keep_checkpoints)"
         )
     path = checkpoints.path(version)
-    policy, tokenizer, _ = checkpoints.load(version, settings)
-    if config != settings:  # the same weights and optimizer, under other settings
+    roles, tokenizer, _ = checkpoints.load(version, settings, first)
+    if config != settings:  # the same weights and optimizer, under other settings; other roles begin anew
         model = msgspec.structs.replace(config.model, path=str(path))
-        changed = Policy(load_policy(model, device=config.trainer.device), config)
-        changed.go_on(policy.progress, policy.optimizer_tensors())
-        policy = changed
-    return Start(version, str(path), policy, tokenizer)
+        policy = Policy(load_policy(model, device=config.trainer.device), config)
+        policy.go_on(roles.policy.progress, roles.policy.optimizer_tensors())
+        roles = Roles.around(policy, config, first)
+    return Start(version, str(path), roles, tokenizer)
 
 
 class Replay:
@@ -99,7 +98,7 @@ class Replay:
 
     def __init__(self, begun: Start, config: Config, out: Path) -> None:
         self.version = begun.version
-        self._policy, self._tokenizer, self._config, self._out = begun.policy, begun.tokenizer, config, out
+        self._roles, self._tokenizer, self._config, self._out = begun.roles, begun.tokenizer, config, out
         self._metrics = MetricsFile(out / "metrics.jsonl")
         self._began = time.monotonic()
 
@@ -108,7 +107,7 @@ class Replay:
         asked = time.monotonic()
         drawn = recorded.drawn(self.version)
         began = time.monotonic()
-        result = train_step(drawn, self._policy, self._config)
+        result = train_step(drawn, self._roles, self._config)
         now = time.monotonic()
         record = step_record(
             drawn,
@@ -126,7 +125,7 @@ class Replay:
     @property
     def weights(self) -> str:
         """Their checksum."""
-        return weights_checksum(self._policy.model)
+        return weights_checksum(self._roles.policy.model)
 
     def equals(self, checkpoints: Checkpoints) -> bool:
         """Whether the run has a checkpoint of this version; AsyncRLError where its weights are others."""
@@ -142,4 +141,4 @@ class Replay:
 
     def save(self) -> Path:
         """A checkpoint of this version."""
-        return Checkpoints(self._out / "checkpoints", 1).save(self._policy, self._tokenizer, self._config, self.version)
+        return Checkpoints(self._out / "checkpoints", 1).save(self._roles, self._tokenizer, self._config, self.version)

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probabilities are from the sampler's, before anything is truncated.
+"""KL divergences: the trainer from the sampler, before anything is truncated, and the policy from a reference.
 
 With tokens sampled from the behaviour policy and log r = lp - beh, KL(behaviour || trainer) is estimated by
 the means of k1 = -log r and k3 = r - 1 - log r (Schulman 2020, "Approximating KL divergence"): k1 unbiased
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from async_rl.algorithms.losses import log_ratio
+from async_rl.config.algorithms import KL
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,35 @@ def mismatch(logprobs: Tensor, behaviour: Tensor, lag: Tensor) -> Mismatch:
     size = int(lag.max()) + 1 if lag.numel() else 0
     sums = torch.zeros(size, 5, dtype=torch.float64).index_add_(0, lag.cpu(), rows)
     return Mismatch(sums, float(ratio.max()) if ratio.numel() else 0.0)
+
+
+def penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """[A] of KL(policy || reference) at sampled tokens, with d = lp - ref within +-20: k1 = d, abs = abs(d),
+    k2 = d^2 / 2, k3 = exp(-d) - 1 + d, at most 10 (Schulman 2020).
+
+    A name with + has that one's value and the gradient of k2, which is the only one whose expected gradient is that
+    of the KL.
+    """
+    d = log_ratio(logprobs, reference)
+    if estimator.endswith("+"):
+        square = 0.5 * d**2
+        return square - square.detach() + penalty(logprobs, reference, estimator[:-1]).detach()
+    match estimator:
+        case "k1":
+            return d
+        case "abs":
+            return d.abs()
+        case "k2":
+            return 0.5 * d**2
+        case "k3":
+            return k3(-d).clamp(max=10.0)
+    raise ValueError(f"no KL estimator is called {estimator!r}")
+
+
+def adapted(coefficient: float, kl: float, trajectories: int, settings: KL) -> float:
+    """The coefficient after a step whose mean KL was `kl`: raised where that is above the target, by at most
+    0.2 x trajectories / horizon (Ziegler et al. 2019, arXiv:1909.08593). Without a target it stays."""
+    if settings.target is None:
+        return coefficient
+    error = min(max(kl / settings.target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * trajectories / settings.horizon)

@@ -10,11 +10,14 @@ from pathlib import Path
 from async_rl.actor.mailbox import refuse_public
 from async_rl.buffers.settings import Settings
 from async_rl.config import Config, bounds, load
+from async_rl.config.algorithms import CustomAdvantage, CustomLoss
+from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.schema import CustomGrader, FakeEngine
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
 from async_rl.models import prepare
+from async_rl.user_code import load as load_function
 
 
 def check(path: str, overrides: Sequence[str]) -> int:
@@ -54,7 +57,8 @@ def facts(config: Config) -> Iterator[str]:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    for step in (_staleness, batch_problems, _groups, _sampling, _devices, _data, _model, _grader, _addresses, _memory):
+    basic = (_staleness, batch_problems, _algorithm, _groups, _sampling, _devices, _data, _model)
+    for step in (*basic, _grader, _addresses, _memory):
         try:
             found = list(step(config))
         except UserError as error:
@@ -77,10 +81,20 @@ def batch_problems(config: Config) -> Iterator[str]:
             f"batch.mini_batches = {batch.mini_batches} does not divide batch.groups = {batch.groups}; "
             f"one of {divisors}"
         )
-    if config.algorithm.aggregation == "seq-mean-token-sum-norm" and config.algorithm.horizon is None:
-        yield "algorithm.aggregation = 'seq-mean-token-sum-norm' needs algorithm.horizon"
     if config.evaluation.every and not config.data.held_out:
         yield f"evaluation.every = {config.evaluation.every} needs data.held_out"
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    yield from algorithm_problems(config)
+    settings = config.algorithm
+    if isinstance(settings.advantage, CustomAdvantage) or isinstance(settings.loss, CustomLoss):
+        from async_rl.algorithms.registry import estimator, policy_loss
+
+        estimator(settings.advantage)
+        policy_loss(settings.loss)
+    if settings.step is not None:
+        load_function("algorithm.step", settings.step, "step(batch, roles)")
 
 
 def _groups(config: Config) -> Iterator[str]:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; overrides may stand before and behind them."""
     options, rest = parser().parse_known_args(arguments)
-    strange = [word for word in rest if word.startswith("-") or "=" not in word]
+    strange = [word for word in rest if word.startswith("-") or not ("=" in word or word.endswith(".toml"))]
     if strange:
         parser().error(f"unrecognized arguments: {' '.join(strange)}")
     options.overrides = [*options.overrides, *rest]
@@ -90,7 +90,9 @@ def _on_run(
 
 def _run_arguments(parser: argparse.ArgumentParser, run: str = "RUN.toml") -> None:
     parser.add_argument("run", metavar=run)
-    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings over those of the file")
+    parser.add_argument(
+        "overrides", metavar="key.sub=value", nargs="*", help="settings over those of the file, or files laid over it"
+    )
 
 
 def _train(options: argparse.Namespace) -> int:

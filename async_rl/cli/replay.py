@@ -12,7 +12,7 @@ from async_rl.cli.check import batch_problems
 from async_rl.cli.named import named_run, settings_of
 from async_rl.config import Config, parse
 from async_rl.config.dump import to_toml
-from async_rl.config.load import apply_override
+from async_rl.config.load import apply_override, is_file, lay_over, read
 from async_rl.errors import ConfigError, UserError
 from async_rl.replay import Recorded, Replay, start
 from async_rl.rundir import RunDir, write_atomically
@@ -46,13 +46,18 @@ def changed(settings: Config, overrides: Sequence[str]) -> Config:
     """ConfigError for an override that a replay could not heed."""
     tree = msgspec.to_builtins(settings)
     for override in overrides:
-        key = override.partition("=")[0].strip()
-        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in CHANGEABLE):
-            raise ConfigError(
-                f"override '{override}': a replay trains on what was sampled and drawn under {key}; it can change "
-                f"{', '.join(CHANGEABLE[:-1])} and {CHANGEABLE[-1]}"
-            )
-        apply_override(tree, override)
+        more = read(Path(override)) if is_file(override) else {}
+        given = (f"{table}.{key}" for table, keys in more.items() for key in (keys if isinstance(keys, dict) else [""]))
+        for key in given if is_file(override) else [override.partition("=")[0].strip()]:
+            if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in CHANGEABLE):
+                raise ConfigError(
+                    f"override '{override}': a replay trains on what was sampled and drawn under {key}; it can change "
+                    f"{', '.join(CHANGEABLE[:-1])} and {CHANGEABLE[-1]}"
+                )
+        if is_file(override):
+            lay_over(tree, more)
+        else:
+            apply_override(tree, override)
     config = parse(tree)
     for problem in batch_problems(config):
         raise ConfigError(problem)

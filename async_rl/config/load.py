@@ -13,10 +13,39 @@ from async_rl.errors import ConfigError, nearest
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path` under `overrides` ("trainer.learning_rate=1e-5"); ConfigError otherwise."""
-    path = Path(path)
+    """The configuration in `path` under `overrides`; ConfigError otherwise.
+
+    An override is a setting ("trainer.learning_rate=1e-5"), or another file ("recipes/algorithms/dapo.toml") laid over
+    what there is so far; files come before settings.
+    """
+    tree = read(Path(path))
+    for override in overrides:
+        if is_file(override):
+            lay_over(tree, read(Path(override)))
+    for override in overrides:
+        if not is_file(override):
+            apply_override(tree, override)
+    return parse(tree, str(path))
+
+
+def is_file(override: str) -> bool:
+    return override.endswith(".toml") and "=" not in override
+
+
+def lay_over(tree: dict[str, Any], more: dict[str, Any]) -> None:
+    """`more` over `tree`, table by table. A table of another `kind`, and a list, takes the place of what was there."""
+    for key, value in more.items():
+        there = tree.get(key)
+        if isinstance(there, dict) and isinstance(value, dict) and value.get("kind") in (None, there.get("kind")):
+            lay_over(there, value)
+        else:
+            tree[key] = value
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What the TOML file `path` holds; ConfigError where it cannot be read."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         beside = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise ConfigError(f"{path}: no such file{nearest(str(path), beside)}") from None
@@ -24,13 +53,11 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    for override in overrides:
-        apply_override(tree, override)
-    return parse(tree, str(path))
 
 
 def parse(tree: dict[str, Any], where: str = "configuration") -> Config:
     """`tree` as a Config. `where` names the file in errors."""
+    tree = spelt_out(tree, inspect.type_info(Config))
     for problem in unknown_keys(tree, inspect.type_info(Config), ""):
         raise ConfigError(f"{where}: {problem}")
     try:
@@ -71,6 +98,22 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def spelt_out(value: Any, kind: inspect.Type) -> Any:
+    """`value` with tables that are named by their kind alone as tables: `loss = "ppo"` is `loss = { kind = "ppo" }`."""
+    alternatives = _alternatives(kind)
+    structs = [t for t in alternatives if isinstance(t, inspect.StructType)]
+    if isinstance(value, str) and len(structs) > 1 and not any(isinstance(t, inspect.StrType) for t in alternatives):
+        return {structs[0].tag_field: value}
+    if isinstance(value, dict) and structs:
+        struct = _chosen(value, structs)
+        fields = {f.encode_name: f.type for f in struct.fields} if struct is not None else {}
+        return {key: spelt_out(item, fields[key]) if key in fields else item for key, item in value.items()}
+    if isinstance(value, list):
+        kinds = [t.item_type for t in alternatives if isinstance(t, inspect.ListType)]
+        return [spelt_out(item, kinds[0]) for item in value] if kinds else value
+    return value
 
 
 def unknown_keys(value: Any, kind: inspect.Type, path: str) -> Iterator[str]:

@@ -10,6 +10,7 @@
 
 from msgspec import Struct
 
+from async_rl.config.algorithms import Correction, Weights
 from async_rl.config.schema import Config, Mode, OnExceed
 from async_rl.errors import ConfigError
 
@@ -72,3 +73,13 @@ def bounds(config: Config) -> Bounds:
         hard_max=asked.hard_max,
         keep_cache=asked.keep_cache,
     )
+
+
+def correction(config: Config) -> Correction:
+    """`algorithm.correction`, or what the bound on staleness asks for: from lag 2 on the decoupled loss."""
+    if config.algorithm.correction is not None:
+        return config.algorithm.correction
+    limits = bounds(config)
+    if (limits.hard_max or limits.eta) <= 1:
+        return Correction()
+    return Correction(proximal="recompute", weights=Weights())

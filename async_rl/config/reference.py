@@ -4,24 +4,27 @@ import ast
 import inspect
 from collections.abc import Iterator
 
-from async_rl.config import schema
+from async_rl.config import algorithms, schema
 
 INTRODUCTION = """\
 # Configuration
 
 One TOML file describes a run. Every key can be overridden on the command line (`trainer.learning_rate=1e-5`,
 `data.train.0.seed=3`); an unknown key is refused with the nearest right one. `async-rl check RUN.toml` validates
-a file without starting anything. This page is made from `async_rl/config/schema.py`.
+a file without starting anything. This page is made from `async_rl/config/schema.py` and `algorithms.py`.
 """
 
 
 def reference() -> str:
-    """The whole page: one section a table of the TOML, in the schema's order, the run itself first."""
-    tree = ast.parse(inspect.getsource(schema))
-    comments = _comments(inspect.getsource(schema))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Table"]
-    classes.sort(key=lambda node: node.name != "Config")
-    return INTRODUCTION + "".join("\n".join(_section(node, comments)) + "\n" for node in classes)
+    """The whole page: one section a table of the TOML, in the schema's order, the run itself first, `[algorithm]`
+    last."""
+    sections: list[str] = []
+    for module in (schema, algorithms):
+        source = inspect.getsource(module)
+        classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+        classes.sort(key=lambda node: node.name not in ("Config", "Algorithm"))
+        sections += ["\n".join(_section(node, _comments(source))) + "\n" for node in classes]
+    return INTRODUCTION + "".join(sections)
 
 
 def _section(node: ast.ClassDef, comments: dict[int, str]) -> Iterator[str]:

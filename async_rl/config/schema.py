@@ -5,21 +5,13 @@ Importing this module pulls in neither torch nor any engine.
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
+from async_rl.config.algorithms import Algorithm
+from async_rl.config.base import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Seconds, Table
 
 Mode = Literal["sync", "one-step", "async", "off-policy"]
 OnExceed = Literal["wait", "drop", "mask", "correct"]
-
-
-class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every table: immutable, unknown keys refused."""
 
 
 # --- model -------------------------------------------------------------------------------------------
@@ -144,24 +136,6 @@ class Sampling(Table, frozen=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0  # 0: the whole vocabulary
     max_new_tokens: Positive = 256
-
-
-class GRPO(Table, frozen=True, tag_field="advantage", tag="grpo"):
-    """Group-relative advantage (R - mean) / (std + 1e-6) with the clipped PPO loss (Shao et al. 2024)."""
-
-    normalize_by_std: bool = True
-    loss: Literal["ppo"] = "ppo"
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.2
-    dual_clip: PositiveFloat = 3.0
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    horizon: Positive | None = None  # divisor of seq-mean-token-sum-norm
-    truncated: Literal["train", "mask"] = "train"  # masked completions still vote
-
-
-Algorithm = GRPO
 
 
 class Trainer(Table, frozen=True):
@@ -314,7 +288,7 @@ class Config(Table, frozen=True):
     filter: Filter = Filter()
     staleness: Staleness = Staleness()
     sampling: Sampling = Sampling()
-    algorithm: Algorithm = GRPO()
+    algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()

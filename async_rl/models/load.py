@@ -81,6 +81,16 @@ def from_gguf(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
+def trainable(model: Model, folder: Path) -> Model:
+    """`model`, or, of a .gguf file, which transformers saves no checkpoint of, its copy in `folder`."""
+    import msgspec
+
+    if not model.path.endswith(".gguf"):
+        return model
+    from_gguf(Path(model.path), folder)
+    return msgspec.structs.replace(model, path=str(folder))
+
+
 def end_tokens(path: Path, tokenizer: Any) -> list[int]:
     """Ids that end a completion: those of generation_config.json, else the tokenizer's."""
     try:

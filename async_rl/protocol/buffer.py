@@ -234,6 +234,7 @@ class DrawnGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task: Task
     bound: int  # largest lag of a token in the loss: the eta of its admission, or hard_max under `correct`
     members: list[DrawnMember]
+    greedy: DrawnMember | None = None  # ReMax: sampled greedily from the same prompt, never trained
 
 
 class Drawn(Message, frozen=True):

@@ -59,11 +59,15 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     entropy: float | None
     clip_fraction: float | None
     gradient_norm: float  # before clipping; mean over the updates
-    learning_rate: float  # of the last update
+    learning_rate: float | None  # of the last update
     policy_loss: float  # no progress signal
     updates: int
     skipped_updates: int
     skipped: list[str]  # why
+    weight_mean: float | None  # of the correction's importance weights
+    rejected_share: float  # of the tokens in the loss, by the correction
+    reference_kl_k3: float | None  # of the updated policy from the reference, where there is one
+    others: dict[str, float]  # figures of the other roles: value_loss, kl_coefficient, ...
     # lengths, in action tokens
     length_mean: float
     length_max: int
@@ -165,6 +169,7 @@ def step_record(
     left_out: Counter[Reason] = sum((Counter(mask.left_out) for mask in result.masks), start=Counter())
     passed = sum(update.tokens for update in result.updates)
     mismatch = result.updates[0].mismatch if result.updates else Mismatch.none()
+    referred = any(update.reference_kl for update in result.updates)
     skipped = [update.skipped for update in result.updates if update.skipped]
     return StepRecord(
         step=drawn.step,
@@ -199,11 +204,15 @@ def step_record(
         entropy=sum(update.entropy for update in result.updates) / passed if passed else None,
         clip_fraction=sum(update.clipped for update in result.updates) / passed if passed else None,
         gradient_norm=mean([update.gradient_norm for update in result.updates]) or 0.0,
-        learning_rate=result.updates[-1].learning_rate,
+        learning_rate=result.updates[-1].learning_rate if result.updates else None,
         policy_loss=mean([update.loss for update in result.updates]) or 0.0,
         updates=len(result.updates),
         skipped_updates=len(skipped),
         skipped=skipped,
+        weight_mean=sum(update.weight for update in result.updates) / passed if passed else None,
+        rejected_share=sum(update.rejected for update in result.updates) / max(len(lags) * len(result.updates), 1),
+        reference_kl_k3=sum(u.reference_kl for u in result.updates) / passed if passed and referred else None,
+        others=result.figures,
         length_mean=sum(lengths) / len(lengths),
         length_max=max(lengths),
         truncated_share=sum(m.trajectory.stop != "eos" for m in members) / len(members),

@@ -1,38 +1,67 @@
-"""What an update minimises: the loss, the aggregation and their settings, by the names in `[algorithm]`."""
+"""What an update of the policy minimises: loss, correction, aggregation, KL and entropy, by `[algorithm]`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from async_rl.algorithms.aggregation import Totals, weighted_sum
-from async_rl.algorithms.losses import TokenLoss, Tokens
-from async_rl.algorithms.registry import AGGREGATIONS, LOSSES, PolicyLoss, Weigh
-from async_rl.config.schema import Algorithm, Config
+from async_rl.algorithms.corrections import importance_weights, loglinear_old, rejected
+from async_rl.algorithms.kl import k3, penalty
+from async_rl.algorithms.losses import log_ratio
+from async_rl.algorithms.members import Tokens
+from async_rl.algorithms.registry import AGGREGATIONS, PolicyLoss, Weigh, policy_loss
+from async_rl.config.algorithms import Algorithm, Correction
+from async_rl.config.modes import correction
+from async_rl.config.schema import Config
 from async_rl.services.trainer.packing import Pack
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
 
 
+class Part(NamedTuple):
+    """A micro-batch's part of the update's loss (a scalar; the parts add up), and figures of its tokens [A]."""
+
+    loss: Tensor
+    clipped: Tensor  # bool
+    reference_kl: Tensor  # k3 to the reference policy, 0 without one
+    weights: Tensor  # of the correction, 1 without
+
+
 @dataclass(frozen=True)
 class Objective:
-    """`horizon`: algorithm.horizon, by default the most tokens that a completion can have."""
+    """`horizon`: algorithm.horizon, by default the most tokens that a completion can have.
+    `kl`: the coefficient of now, of the part that is in the loss."""
 
     settings: Algorithm
+    correction: Correction
     policy_loss: PolicyLoss
     weigh: Weigh
     horizon: int
+    kl: float = 0.0
 
     @classmethod
-    def of(cls, config: Config) -> "Objective":
+    def of(cls, config: Config, kl: float = 0.0) -> "Objective":
         settings = config.algorithm
+        chosen = policy_loss(settings.loss)
         return cls(
             settings,
-            LOSSES[settings.loss],
-            AGGREGATIONS[settings.aggregation],
+            correction(config),
+            chosen,
+            AGGREGATIONS[settings.aggregation or chosen.aggregation],
             settings.horizon or config.sampling.max_new_tokens,
+            kl,
         )
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Something depends on statistics of the whole update under the policy of now: a pass without a gradient
+        over all of its samples comes first."""
+        weights = self.correction.weights
+        normalised = weights is not None and weights.normalize
+        return self.policy_loss.choose is not None or bool(self.correction.rejections) or normalised
 
     def needs_pass(self, sample: Sample) -> bool:
         """Whether `sample` adds to the gradient of this objective.
@@ -41,7 +70,8 @@ class Objective:
         equal) adds nothing: neither a forward nor a backward pass is spent on it. It still counts in the
         denominators, so the gradient is the same.
         """
-        return sample.carries if self.policy_loss.proportional else sample.trained > 0
+        proportional = self.policy_loss.proportional and not self.kl and not self.settings.entropy
+        return sample.carries if proportional else sample.trained > 0
 
     def totals(self, samples: Sequence[Sample], ranks: Ranks) -> Totals:
         """Denominators of the update that trains `samples` on this rank, over all ranks."""
@@ -49,19 +79,109 @@ class Objective:
         both = ranks.sum_(torch.tensor([sum(trained), sum(n > 0 for n in trained)], dtype=torch.int64))
         return Totals(tokens=int(both[0]), sequences=int(both[1]))
 
-    def loss(self, pack: Pack, logprobs: Tensor, totals: Totals) -> tuple[Tensor, TokenLoss]:
-        """The micro-batch's part of the update's loss (a scalar; the parts add up), and the token losses."""
-        mask = pack.loss.to(logprobs.dtype)
-        token = self.policy_loss.evaluate(
-            Tokens(
-                logprobs=logprobs,
-                old=pack.behaviour.to(logprobs.dtype),
-                advantages=pack.advantages.to(logprobs.dtype),
-                loss=pack.loss,
-                sequence=pack.sequence,
-                sequences=pack.sequences,
-            ),
-            self.settings,
+    def look_ahead(self, samples: Sequence[Sample], logprobs: Tensor, noise: Tensor) -> list[Sample]:
+        """`samples` of a whole update with what its statistics decide: rejected tokens out of the loss, weights,
+        the loss's choice. logprobs [A]: under the policy of now. noise [A]: in [0, 1)."""
+        lengths = [len(sample.action) for sample in samples]
+        tokens = self._tokens(
+            logprobs,
+            behaviour=torch.cat([sample.behaviour for sample in samples]),
+            finite=torch.cat([sample.finite for sample in samples]),
+            old=None if samples[0].old is None else torch.cat([s.old for s in samples if s.old is not None]),
+            lag=torch.cat([sample.lag for sample in samples]),
+            advantages=torch.cat([sample.advantages for sample in samples]),
+            loss=torch.cat([sample.loss for sample in samples]),
+            sequence=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),
+            sequences=len(samples),
         )
-        weights = self.weigh(mask, pack.sequence, pack.sequences, totals, self.horizon)
-        return weighted_sum(token.values, weights), token
+        log_r, kept = self._log_r(tokens), tokens.loss
+        for settings in self.correction.rejections:
+            kept = kept & ~rejected(log_r, tokens.advantages, kept, tokens.sequence, tokens.sequences, settings)
+        tokens = replace(tokens, loss=kept)
+        choose = self.policy_loss.choose
+        columns: list[tuple[Any, ...]] = [torch.split(kept, lengths)]
+        for column in (
+            None if self.correction.weights is None else self._weights(tokens, log_r),
+            None if choose is None else choose(tokens, self.settings.loss, noise),
+        ):
+            columns.append((None,) * len(samples) if column is None else torch.split(column, lengths))
+        return [
+            replace(sample, loss=loss, weights=weights, chosen=chosen)
+            for sample, loss, weights, chosen in zip(samples, *columns, strict=True)
+        ]
+
+    def loss(self, pack: Pack, logprobs: Tensor, entropy: Tensor, totals: Totals) -> Part:
+        """Of a micro-batch under the policy's log-probabilities [A], which carry the gradient, and entropies [A]."""
+        tokens = self._tokens(
+            logprobs,
+            behaviour=pack.behaviour,
+            finite=pack.finite,
+            old=pack.old,
+            lag=pack.lag,
+            advantages=pack.advantages,
+            loss=pack.loss,
+            sequence=pack.sequence,
+            sequences=pack.sequences,
+            chosen=pack.chosen,
+        )
+        made = self.policy_loss.evaluate(tokens, self.settings.loss)
+        values, weights = made.values, torch.ones_like(logprobs)
+        if self.correction.weights is not None:
+            weights = self._weights(tokens, self._log_r(tokens)) if pack.weights is None else pack.weights
+            weights = weights.to(logprobs.dtype)
+            values = values * weights
+        reference_kl = torch.zeros_like(logprobs.detach())
+        if pack.reference is not None:
+            reference = pack.reference.to(logprobs.dtype)
+            reference_kl = k3(log_ratio(reference, logprobs.detach()))
+            if self.kl and self.settings.kl is not None:
+                values = values + self.kl * penalty(logprobs, reference, self.settings.kl.estimator)
+        if self.settings.entropy:
+            values = values - self.settings.entropy * entropy
+        mask = pack.loss.to(logprobs.dtype)
+        shares = self.weigh(mask, pack.sequence, pack.sequences, totals, self.horizon)
+        return Part(weighted_sum(values, shares), made.clipped, reference_kl, weights)
+
+    def _tokens(
+        self,
+        logprobs: Tensor,
+        *,
+        behaviour: Tensor,
+        finite: Tensor,
+        old: Tensor | None,
+        lag: Tensor,
+        advantages: Tensor,
+        loss: Tensor,
+        sequence: Tensor,
+        sequences: int,
+        chosen: Tensor | None = None,
+    ) -> Tokens:
+        """With the proximal policy that the correction names. A token whose behaviour is not known reads ratio 1."""
+        now = logprobs.detach()
+        behaviour = torch.where(finite, behaviour.to(now.dtype), now)
+        match self.correction.proximal:
+            case "behaviour":
+                proximal = behaviour
+            case "recompute":  # of a step's only update the policy before it is that of now
+                proximal = now if old is None else old.to(now.dtype)
+            case "loglinear":
+                proximal = loglinear_old(behaviour, now, -lag, 0)
+        return Tokens(
+            logprobs=logprobs,
+            old=proximal,
+            behaviour=behaviour,
+            advantages=advantages.to(now.dtype),
+            loss=loss,
+            sequence=sequence,
+            sequences=sequences,
+            chosen=chosen,
+        )
+
+    def _log_r(self, tokens: Tokens) -> Tensor:
+        """[A] log ratio of the importance weights: proximal over behaviour; where they are one, of now over it."""
+        newer = tokens.logprobs.detach() if self.correction.proximal == "behaviour" else tokens.old
+        return log_ratio(newer, tokens.behaviour)
+
+    def _weights(self, tokens: Tokens, log_r: Tensor) -> Tensor:
+        assert self.correction.weights is not None
+        return importance_weights(log_r, tokens.loss, tokens.sequence, tokens.sequences, self.correction.weights)

@@ -20,6 +20,9 @@ from torch import Tensor
 from async_rl.errors import InvariantError
 from async_rl.services.trainer.samples import Sample
 
+ADDED = ("old", "reference", "weights", "chosen", "values", "returns")
+"""Columns of a Sample that are there where the algorithm asks for them."""
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -41,6 +44,14 @@ class Pack:
     lag: Tensor  # [A] int64
     advantages: Tensor  # [A] float32
     survivors: Tensor | None  # [A, k] int64, -1 padded
+    old: Tensor | None  # [A], as the rest
+    reference: Tensor | None
+    weights: Tensor | None
+    chosen: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
+    outcomes: Tensor  # [S] float32
+    numbers: list[int]  # of the S trajectories, as in Sample
 
     def to(self, device: torch.device) -> "Pack":
         """The same on `device`."""
@@ -127,6 +138,9 @@ def pack(samples: Sequence[Sample]) -> Pack:
         lag=torch.cat([sample.lag for sample in ordered]),
         advantages=torch.cat([sample.advantages for sample in ordered]),
         survivors=_survivors([sample.survivors for sample in ordered]),
+        outcomes=torch.tensor([sample.outcome for sample in ordered]),
+        numbers=[sample.number for sample in ordered],
+        **{name: _column(ordered, name) for name in ADDED},
     )
 
 
@@ -143,6 +157,12 @@ def _cut(family: list[Sample], capacity: int) -> list[list[Sample]]:
             parts.append([])
         parts[-1].append(sample)
     return parts
+
+
+def _column(samples: Sequence[Sample], name: str) -> Tensor | None:
+    """What a step added to all of `samples`, or to none."""
+    found = [getattr(sample, name) for sample in samples]
+    return None if found[0] is None else torch.cat(found)
 
 
 def _survivors(kept: Sequence[Tensor | None]) -> Tensor | None:

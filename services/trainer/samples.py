@@ -23,6 +23,15 @@ class Sample:
     lag: Tensor  # [A] int64
     advantages: Tensor  # [A] float32
     survivors: Tensor | None = None  # [A, k] int64, ids kept by top_p / top_k, -1 padded
+    # what a step adds, where its algorithm asks for it
+    old: Tensor | None = None  # [A] log-probabilities under the policy before the step's first update
+    reference: Tensor | None = None  # [A] under the reference policy
+    weights: Tensor | None = None  # [A] importance weights, made over the whole update
+    chosen: Tensor | None = None  # [A] bool, the loss's choice, made over the whole update
+    values: Tensor | None = None  # [A] the critic's, before the step
+    returns: Tensor | None = None  # [A] what the critic learns
+    outcome: float = 0.0  # the member's reward
+    number: int = 0  # position in what is read, or trained, together
 
     @property
     def prompt(self) -> Tensor:
@@ -45,8 +54,8 @@ class Sample:
         return bool((self.advantages[self.loss] != 0).any())
 
 
-def sample_of(trajectory: Trajectory, mask: Masked, advantages: Tensor) -> Sample:
-    """`trajectory` under its loss mask with the advantages [A] of its action tokens."""
+def sample_of(trajectory: Trajectory, mask: Masked) -> Sample:
+    """`trajectory` under its loss mask; its advantages are 0 so far."""
     positions = np.flatnonzero(trajectory.action)
     if positions[0] == 0:
         raise InvariantError("the first token of a trajectory is an action: nothing predicts it")
@@ -59,7 +68,7 @@ def sample_of(trajectory: Trajectory, mask: Masked, advantages: Tensor) -> Sampl
         finite=torch.tensor(finite),
         loss=torch.tensor(mask.loss),
         lag=torch.tensor(mask.lag),
-        advantages=advantages.to(torch.float32),
+        advantages=torch.zeros(len(positions)),
         survivors=_survivors(trajectory, positions),
     )
 

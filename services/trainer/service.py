@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from async_rl.actor.remote import Remote
@@ -27,7 +26,7 @@ from async_rl.actor.service import Service
 from async_rl.config.modes import bounds
 from async_rl.config.schema import Config
 from async_rl.errors import AsyncRLError, DeadlineExceeded, InvariantError, PeerRefused, PublicationError
-from async_rl.models.load import from_gguf, load_policy, load_tokenizer
+from async_rl.models.load import load_policy, load_tokenizer, trainable
 from async_rl.protocol.buffer import (
     Begin,
     Begun,
@@ -53,6 +52,7 @@ from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.evaluation import Evaluations
 from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, step_record
 from async_rl.services.trainer.policy import Policy
+from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.step import train_step
 from async_rl.services.trainer.summary import summary, write
 from async_rl.weights.writer import Publisher
@@ -192,7 +192,7 @@ class TrainerService(Service):
 
     async def _step(self, drawn: Drawn, asked: float) -> None:
         began = time.monotonic()
-        result = await self._in_thread(lambda: train_step(drawn, self._policy, self.config))
+        result = await self._in_thread(lambda: train_step(drawn, self._roles, self.config))
         now = time.monotonic()
         record = step_record(
             drawn,
@@ -207,7 +207,7 @@ class TrainerService(Service):
 
     async def _publish(self, version: int) -> None:
         try:
-            await self._publisher.publish(version, self._policy.model)
+            await self._publisher.publish(version, self._roles.policy.model)
             self._published = version
         except PublicationError as error:
             self._failed_publications += 1
@@ -230,7 +230,7 @@ class TrainerService(Service):
             raise InvariantError(f"the buffer is at version {place.cursor.version}, the trainer at {self.version}")
         cursor = None if place is None else place.cursor
         path = await self._in_thread(
-            lambda: self._checkpoints.save(self._policy, self._tokenizer, self.config, self.version, cursor)
+            lambda: self._checkpoints.save(self._roles, self._tokenizer, self.config, self.version, cursor)
         )
         await self._ask(buffer, Checkpointed(self._checkpoints.versions[0], self._epoch))
         return path
@@ -288,17 +288,15 @@ class TrainerService(Service):
 
     def _load(self) -> Cursor | None:
         """The policy of the newest checkpoint, else the model that the run begins with; where the data stood."""
-        resumed = self._checkpoints.resume(self.config)
+        first = trainable(self.config.model, self.run.path / "policy")
+        resumed = self._checkpoints.resume(self.config, first)
         if resumed is not None:
-            self._policy, self._tokenizer, self.version = resumed.policy, resumed.tokenizer, resumed.state.version
+            self._roles, self._tokenizer, self.version = resumed.roles, resumed.tokenizer, resumed.state.version
             log.info("goes on from the checkpoint of version %d", self.version)
             return resumed.state.cursor
-        model = self.config.model
-        if model.path.endswith(".gguf"):  # transformers saves no checkpoint of a dequantised model
-            from_gguf(Path(model.path), self.run.path / "policy")
-            model = msgspec.structs.replace(model, path=str(self.run.path / "policy"))
-        self._policy = Policy(load_policy(model, device=self.config.trainer.device), self.config)
-        self._tokenizer, self.version = load_tokenizer(model), 0
+        policy = Policy(load_policy(first, device=self.config.trainer.device), self.config)
+        self._roles = Roles.around(policy, self.config, first)
+        self._tokenizer, self.version = load_tokenizer(first), 0
         return None
 
     def _evaluated(self, report: EvaluationReport) -> None:

@@ -16,8 +16,8 @@ from tests.unit.trainer_material import configuration
 
 def test_a_replay_changes_how_is_trained_and_nothing_else() -> None:
     settings = configuration()
-    config = changed(settings, ["trainer.learning_rate=0.5", "algorithm.clip_low=0.1", "batch.mini_batches=2"])
-    assert (config.trainer.learning_rate, config.algorithm.clip_low, config.batch.mini_batches) == (0.5, 0.1, 2)
+    config = changed(settings, ["trainer.learning_rate=0.5", "algorithm.loss.clip_low=0.1", "batch.mini_batches=2"])
+    assert (config.trainer.learning_rate, config.algorithm.loss.clip_low, config.batch.mini_batches) == (0.5, 0.1, 2)
     assert changed(settings, []) == settings
     assert changed(settings, [f"trainer.learning_rate={settings.trainer.learning_rate}"]) == settings
     for key in ("batch.groups", "sampling.temperature", "staleness.max", "max_steps", "trainers.threads", "model.path"):

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config import bounds, load, parse
+from async_rl.config.algorithms import CISPO, GRPO, RLOO
 from async_rl.config.dump import to_toml
 from async_rl.config.load import apply_override
+from async_rl.config.schema import MathGrader
 from async_rl.errors import ConfigError
 
 MINIMAL = """
@@ -37,7 +39,7 @@ def run_toml(tmp_path: Path) -> Path:
         ("trainr.learning_rate=1", "unknown key 'trainr' (did you mean 'trainer'?)"),
         ("data.train.0.pth='x'", "unknown key 'data.train.0.pth' (did you mean 'path'?)"),
         ("data.train.0.kind='json'", "data.train.0.kind = 'json' is unknown (did you mean 'jsonl'?)"),
-        ("algorithm.advantage='gpro'", "algorithm.advantage = 'gpro' is unknown (did you mean 'grpo'?)"),
+        ("algorithm.advantage='gpro'", "algorithm.advantage.kind = 'gpro' is unknown (did you mean 'grpo'?)"),
         ("rollout.engine.kind='vlm'", "rollout.engine.kind = 'vlm' is unknown"),
         ("mode='asynch'", "mode"),
         ("max_steps=0", "max_steps"),
@@ -64,6 +66,49 @@ def test_what_is_not_toml_is_refused_with_its_place(tmp_path: Path) -> None:
     path.write_text("name = \n")
     with pytest.raises(ConfigError, match=r"not TOML.*line 1"):
         load(path)
+
+
+def test_a_file_is_laid_over_the_run_and_settings_over_both(run_toml: Path, tmp_path: Path) -> None:
+    preset = tmp_path / "preset.toml"
+    preset.write_text(
+        """
+        [algorithm]
+        loss = { kind = "cispo", clip_high = 0.5 }
+        advantage = { kind = "grpo", normalize_by_std = false }
+        [batch]
+        groups = 3
+        """
+    )
+    # a setting of the old kind does not stay behind in the new one
+    overrides = ["batch.group_size=5", str(preset), "algorithm.loss.clip_low=0.7"]
+    run_toml.write_text(run_toml.read_text() + "\n[algorithm.loss]\nkind = 'ppo'\ndual_clip = 4.0\n")
+    config = load(run_toml, overrides)
+    assert config.algorithm.loss == CISPO(clip_low=0.7, clip_high=0.5)
+    assert config.algorithm.advantage == GRPO(normalize_by_std=False)
+    assert (config.batch.groups, config.batch.group_size) == (3, 5)
+    with pytest.raises(ConfigError, match=r"presett\.toml: no such file \(did you mean '.*preset\.toml'"):
+        load(run_toml, [str(tmp_path / "presett.toml")])
+    preset.write_text("[algorithm")
+    with pytest.raises(ConfigError, match=r"preset\.toml: not TOML"):
+        load(run_toml, [str(preset)])
+
+
+def test_a_kind_alone_is_a_table_of_defaults(run_toml: Path) -> None:
+    config = load(run_toml, ["algorithm.advantage=rloo", "algorithm.loss=cispo", "reward.grader=math"])
+    assert config.algorithm.advantage == RLOO() and config.algorithm.loss == CISPO()
+    assert config.reward.grader == MathGrader()
+    with pytest.raises(ConfigError, match=r"missing required field `beta` - at `algorithm\.loss"):
+        load(run_toml, ["algorithm.loss=dro"])
+
+
+def test_a_setting_that_the_chosen_algorithm_does_not_use_is_refused(run_toml: Path) -> None:
+    for override, key in (
+        ("algorithm.loss={kind='reinforce', clip_low=0.1}", "algorithm.loss.clip_low"),
+        ("algorithm.advantage={kind='rloo', gamma=0.9}", "algorithm.advantage.gamma"),
+        ("algorithm.clip_low=0.1", "algorithm.clip_low"),
+    ):
+        with pytest.raises(ConfigError, match=f"unknown key '{key}'"):
+            load(run_toml, [override])
 
 
 def test_overrides_reach_into_tables_and_lists(run_toml: Path) -> None:

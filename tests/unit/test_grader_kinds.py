@@ -14,8 +14,9 @@ from async_rl.config.schema import CustomGrader, Data, ExactGrader, ReasoningGym
 from async_rl.data import held_out_tasks
 from async_rl.errors import UserError
 from async_rl.services.reward.graders import build
-from async_rl.services.reward.graders.custom import load, score_of
+from async_rl.services.reward.graders.custom import score_of
 from async_rl.trajectory import Score, Task, Trajectory
+from async_rl.user_code import load
 
 
 def said(text: str) -> Trajectory:
@@ -184,7 +185,7 @@ def test_what_cannot_be_imported_is_one_clear_line(here: Path) -> None:
     }
     for name, words in wanted.items():
         with pytest.raises(UserError) as error:
-            load(name)
+            load("reward.grader.function", name, "grade(task, trajectory)")
         text = str(error.value)
         assert text.startswith(f"reward.grader.function = '{name}'") and words in text and "\n" not in text
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.config import bounds, load, parse
+from async_rl.config.consistency import algorithm_problems
 from async_rl.data import TaskStream, held_out_tasks
 from async_rl.data import check as check_data
 from async_rl.models import prepare
@@ -15,7 +16,8 @@ from async_rl.models.tiny import check_shape, missing_characters
 from async_rl.models.warmup import demonstrations
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+PRESETS = sorted((ROOT / "recipes" / "algorithms").glob("*.toml"))
 WARMED_UP = [path for path in RECIPES if load(path).warmup is not None]
 
 
@@ -34,6 +36,22 @@ def test_a_recipe_parses_and_its_numbers_agree(recipe: Path) -> None:
     bounds(config)
     prepare.check_exclusive(config)
     assert config.name == recipe.stem
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_goes_with_the_quickstart(preset: Path) -> None:
+    config = load(ROOT / "recipes" / "quickstart.toml", [str(preset), "seed=3"])
+    assert list(algorithm_problems(config)) == []
+    assert config.name == "quickstart" and config.seed == 3
+    changed = tomllib.loads(preset.read_text())["algorithm"]
+    for table in ("advantage", "loss"):
+        if table in changed:
+            assert getattr(config.algorithm, table).__struct_config__.tag == changed[table]["kind"]
+
+
+def test_every_preset_that_is_promised_is_there() -> None:
+    promised = "grpo dr_grpo dapo ppo rloo reinforce++ remax gspo cispo sapo gmpo opo gpg dppo clip_cov kl_cov"
+    assert {*promised.split(), "prime", "maxrl", "topr"} <= {path.stem for path in PRESETS}
 
 
 def test_the_data_of_a_recipe_gives_its_tasks(recipe: Path) -> None:

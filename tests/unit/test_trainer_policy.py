@@ -1,6 +1,7 @@
 """Log-probabilities and optimizer updates on a small model in float64."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 from async_rl.algorithms.registry import AGGREGATIONS
 from async_rl.errors import AsyncRLError
+from async_rl.services.trainer.network import token_logprobs
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.packing import pack, packs
-from async_rl.services.trainer.policy import Policy, token_logprobs
+from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.ranks import Ranks
 from tests.unit.trainer_material import (
     VOCABULARY,
@@ -37,6 +39,12 @@ def gradients(samples, config, objective=None):
     return seen, update
 
 
+def read(model, made):
+    """Log-probabilities of a pack."""
+    policy = Policy(model, configuration())
+    return policy.of_tokens(made, policy.logits(made))[0]
+
+
 def largest_difference(a, b):
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
@@ -58,7 +66,7 @@ def test_alone_padded_and_packed_read_the_same():
         at = torch.tensor(np.flatnonzero(t.action)) + missing
         padded, _ = token_logprobs(logits[at - 1], ids[0, at], None, 1.0)
         torch.testing.assert_close(padded, expected, atol=1e-10, rtol=0)
-    packed, _ = Policy(model, configuration()).logprobs(pack([sample(t) for t in several]))
+    packed = read(model, pack([sample(t) for t in several]))
     torch.testing.assert_close(packed.detach(), torch.cat(alone), atol=1e-10, rtol=0)
 
 
@@ -75,7 +83,7 @@ def test_members_that_share_a_prompt_read_the_same_as_alone():
     assert made.input_ids.shape[1] == sum(map(len, prompts)) + 3 * (0 + 3 + 6)
     alone = {tuple(t.tokens.tolist()): plain_logprobs(model, t) for t in several}
     in_order = sorted(several, key=lambda t: prompts.index(t.tokens[~t.action].tolist()))
-    packed, _ = Policy(model, configuration()).logprobs(made)
+    packed = read(model, made)
     expected = torch.cat([alone[tuple(t.tokens.tolist())] for t in in_order])
     torch.testing.assert_close(packed.detach(), expected, atol=1e-10, rtol=0)
 
@@ -135,7 +143,7 @@ def test_gradient_does_not_depend_on_micro_batches(aggregation):
             fixed,
             configuration(
                 trainer={"micro_batch_tokens": tokens},
-                algorithm={"advantage": "grpo", "aggregation": aggregation},
+                algorithm={"aggregation": aggregation},
             ),
         )[0]
         for tokens in (32, 16, 7)
@@ -147,7 +155,7 @@ def test_gradient_does_not_depend_on_micro_batches(aggregation):
 
 def test_gradient_of_the_update_is_that_of_the_formula():
     """Against a loop over unpacked sequences with the plain mean over all tokens."""
-    samples, config = random_samples(6), configuration()
+    samples, config = random_samples(6), configuration(algorithm={"correction": {"proximal": "behaviour"}})
     model = tiny_llama()
     losses = []
     for s in samples:
@@ -169,14 +177,9 @@ def test_gradient_of_the_update_is_that_of_the_formula():
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
 def test_skipping_members_of_advantage_zero_changes_no_gradient(aggregation):
     samples = random_samples(8, silent=(1, 4, 5))
-    config = configuration(algorithm={"advantage": "grpo", "aggregation": aggregation})
+    config = configuration(algorithm={"aggregation": aggregation})
     objective = Objective.of(config)
-    unskipped = Objective(
-        objective.settings,
-        objective.policy_loss._replace(proportional=False),
-        objective.weigh,
-        objective.horizon,
-    )
+    unskipped = replace(objective, policy_loss=objective.policy_loss._replace(proportional=False))
     with_skip, update = gradients(samples, config, objective)
     without, whole = gradients(samples, config, unskipped)
     assert update.tokens < whole.tokens
@@ -186,7 +189,7 @@ def test_skipping_members_of_advantage_zero_changes_no_gradient(aggregation):
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
 def test_a_masked_completion_leaves_the_denominator_too(aggregation):
     """Field report 20: lengths 4 (ended) and 4 (truncated, masked) make the update of the ended one alone."""
-    config = configuration(algorithm={"advantage": "grpo", "aggregation": aggregation})
+    config = configuration(algorithm={"aggregation": aggregation})
     ended = sample(trajectory([1], [2, 3, 4, 5]))
     cut = sample(trajectory([1], [6, 7, 8, 9], stop="length"), loss=[False] * 4)
     both, update = gradients([ended, cut], config)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.algorithms.registry import ESTIMATORS
 from async_rl.errors import InvariantError
 from async_rl.services.trainer import metrics
 from async_rl.services.trainer.metrics import MetricsFile, StepRecord, step_record
 from async_rl.services.trainer.policy import Policy
-from async_rl.services.trainer.step import mini_batches, statistics, train_step
+from async_rl.services.trainer.roles import Roles
+from async_rl.services.trainer.step import advantages, batch_of, mini_batches, train_step
 from tests.unit.trainer_material import (
     configuration,
     drawn,
@@ -24,7 +24,7 @@ from tests.unit.trainer_material import (
 
 
 def record_of(batch, config, policy=None, on_exceed="mask"):
-    result = train_step(batch, policy or Policy(tiny_llama(), config), config)
+    result = train_step(batch, Roles(policy or Policy(tiny_llama(), config)), config)
     return step_record(batch, result, on_exceed=on_exceed, wall_s=9.0, draw_wait_s=2.0, train_s=1.0, held_out=None)
 
 
@@ -32,7 +32,7 @@ def test_a_step_makes_mini_batches_times_epochs_updates():
     config = configuration(batch={"groups": 4, "group_size": 2, "mini_batches": 2, "epochs": 3})
     generator = np.random.default_rng(0)
     groups = [[(random_trajectory(generator), float(m)) for m in range(2)] for _ in range(4)]
-    assert len(train_step(drawn(groups), Policy(tiny_llama(), config), config).updates) == 6
+    assert len(train_step(drawn(groups), Roles(Policy(tiny_llama(), config)), config).updates) == 6
 
 
 def test_mini_batches_are_whole_groups_and_none_is_empty():
@@ -46,7 +46,7 @@ def test_a_rewarded_answer_becomes_more_likely():
     good, bad = [trajectory([1, 2], [k], logprobs=[-2.5]) for k in (3, 4)]
     before = plain_logprobs(tiny_llama(), good)
     for _ in range(5):
-        train_step(drawn([[(good, 1.0), (bad, 0.0)]]), policy, config)
+        train_step(drawn([[(good, 1.0), (bad, 0.0)]]), Roles(policy), config)
     policy.model.config._attn_implementation = "sdpa"
     assert plain_logprobs(policy.model, good) > before + 0.1
 
@@ -62,8 +62,8 @@ def test_the_members_of_a_task_are_one_group(rewards, expected):
     config = configuration(batch={"groups": 2, "group_size": 4})
     other = [(trajectory([1], [2]), 1.0)] * 4
     batch = drawn([[(trajectory([1], [k]), reward) for k, reward in enumerate(rewards)], other])
-    advantages = ESTIMATORS["grpo"](statistics(batch, 4), config.algorithm)
-    assert advantages.tolist() == pytest.approx([*expected, 0, 0, 0, 0], abs=1e-3)
+    estimate = advantages(batch_of(batch, config), Roles(Policy(tiny_llama(), config)))
+    assert estimate.advantages.tolist() == pytest.approx([*expected, 0, 0, 0, 0], abs=1e-3)
     record = record_of(batch, config)
     votes = [reward for reward in rewards if reward is not None]
     assert record.voting == len(votes) + 4 and record.reward_by_source["even"] == pytest.approx(np.mean(votes))
@@ -124,7 +124,7 @@ def test_in_sync_mode_a_stale_token_ends_the_run():
     config = configuration(mode="sync", batch={"groups": 1, "group_size": 2})
     batch = drawn([[(trajectory([1], [2], versions=[(2, 1)]), 1.0), (trajectory([1], [3]), 0.0)]], step=3)
     with pytest.raises(InvariantError, match="promises at most 0"):
-        train_step(batch, Policy(tiny_llama(), config), config)
+        train_step(batch, Roles(Policy(tiny_llama(), config)), config)
 
 
 def test_a_draw_that_is_trained_again_has_its_lag_judged_again():
@@ -171,6 +171,6 @@ def test_the_same_draw_gives_the_same_step():
     weights = []
     for _ in range(2):
         policy = Policy(tiny_llama(dtype=torch.float32), config)
-        train_step(batch, policy, config)
+        train_step(batch, Roles(policy), config)
         weights.append(policy.model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -4,25 +4,21 @@ It returns a Score, a number, a bool, or None to abstain. An exception, a number
 other value are the status `failed` with the reason: never a reward of 0.
 """
 
-import importlib
-import inspect
 import math
 import numbers
-import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 from async_rl.config.schema import CustomGrader
-from async_rl.errors import UserError, nearest
 from async_rl.services.reward.graders import failed
 from async_rl.trajectory import Score, ScoreStatus, Task, Trajectory
+from async_rl.user_code import load
 
 
 class Custom:
     def __init__(self, config: CustomGrader) -> None:
-        self._function = load(config.function)
+        self._function = load("reward.grader.function", config.function, "grade(task, trajectory)")
 
     def grade(self, task: Task, trajectory: Trajectory) -> Score:
         try:
@@ -31,34 +27,6 @@ class Custom:
             where = traceback.extract_tb(error.__traceback__)[-1]
             return failed(f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})")
         return score_of(value)
-
-
-def load(name: str) -> Callable[[Task, Trajectory], Any]:
-    """The function named `module:attribute`; UserError that says what is there instead."""
-    setting = f"reward.grader.function = '{name}'"
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UserError(f"{setting}: write module:attribute")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last, so that a file of the user's never replaces a library
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(f"{setting}: {module_name} needs the module '{error.name}'") from None
-        beside = nearest(module_name, [path.stem for path in Path(here).glob("*.py")])
-        raise UserError(f"{setting}: no module '{error.name}' in {here} or installed{beside}") from None
-    except Exception as error:  # the user's code runs at import, and any error of it is the user's to mend
-        raise UserError(f"{setting}: importing it raises {type(error).__name__}: {error}") from None
-    function = getattr(module, attribute, None)
-    if function is None:
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"{setting}: {module.__file__} has no '{attribute}'{nearest(attribute, names)}")
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise UserError(f"{setting}: write it as a plain `def {attribute}(task, trajectory)`")
-    checked: Callable[[Task, Trajectory], Any] = function
-    return checked
 
 
 def score_of(value: Any) -> Score:

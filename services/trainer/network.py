@@ -1,0 +1,109 @@
+"""A model over packed rows, and what is read from it: all that the roles of a step have in common."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rl.config.schema import Config
+from async_rl.services.trainer.packing import Pack, packs
+from async_rl.services.trainer.ranks import Ranks
+from async_rl.services.trainer.samples import Sample
+from async_rl.services.trainer.sharing import share_prompts
+
+Read = Callable[[Pack, Tensor], Sequence[Tensor]]
+"""Pack, its logits [A, V] -> K columns [A]."""
+
+
+class Network:
+    """`model` with packed attention, in evaluation mode (no dropout)."""
+
+    def __init__(self, model: Any, config: Config, ranks: Ranks | None = None) -> None:
+        self.model = model
+        self._ranks = ranks or Ranks()
+        self._temperature = config.sampling.temperature
+        self._capacity = config.trainer.micro_batch_tokens
+        share_prompts(model)
+
+    def logits(self, pack: Pack) -> Tensor:
+        """[A, V], where each action token of `pack` was sampled."""
+        out: Tensor = self.model(
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
+            expand=pack.expand,
+            collapse=pack.collapse,
+            cu_seq_lens_q=pack.cu_seq_lens,
+            cu_seq_lens_k=pack.cu_seq_lens,
+            max_length_q=pack.max_length,
+            max_length_k=pack.max_length,
+            use_cache=False,
+            logits_to_keep=pack.predict,
+        ).logits[0]
+        return out
+
+    @torch.no_grad()
+    def read(self, samples: Sequence[Sample], what: Read, columns: int) -> Tensor:
+        """[columns, A] float64 on the CPU: `what` of all `samples`, in their order. Each rank reads its share, all
+        have the whole."""
+        starts = torch.tensor([0, *[len(sample.action) for sample in samples]]).cumsum(0)
+        found = torch.zeros(columns, int(starts[-1]), dtype=torch.float64)
+        numbered = [replace(sample, number=number) for number, sample in enumerate(samples)]
+        for pack in packs(numbered[self._ranks.rank :: self._ranks.size], self._capacity):
+            pack = pack.to(self.model.device)
+            made = torch.stack([column.double() for column in what(pack, self.logits(pack))]).cpu()
+            where = torch.cat([torch.arange(int(starts[n]), int(starts[n + 1])) for n in pack.numbers])
+            found[:, where] = made
+        return self._ranks.sum_(found)
+
+    def logprobs(self, samples: Sequence[Sample]) -> Tensor:
+        """[A] of the action tokens of `samples`, as Network.read."""
+        return self.read(samples, lambda pack, logits: [self.of_tokens(pack, logits)[0]], 1)[0]
+
+    def of_tokens(self, pack: Pack, logits: Tensor, *, entropy_graph: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability [A] of each action token, with its graph, and the entropy [A], with one where asked for."""
+        return token_logprobs(logits, pack.targets, pack.survivors, self._temperature, entropy_graph=entropy_graph)
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, survivors: Tensor | None, temperature: float, *, entropy_graph: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [A] of `targets` [A] under `logits` [A, V] / temperature, and entropies [A] in nats.
+
+    With `survivors` [A, k] (ids, -1 padded) both are of the distribution over those ids alone.
+    """
+    log_p, absent = _log_softmax(logits, survivors, temperature)
+    with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
+        entropy = -(log_p.exp() * log_p.masked_fill(absent, 0.0)).sum(-1) if absent is not None else _entropy(log_p)
+    if survivors is None:
+        return log_p.gather(1, targets[:, None])[:, 0], entropy
+    z = _tempered(logits, temperature)
+    kept = z.gather(1, survivors.clamp(min=0)).masked_fill(survivors < 0, -torch.inf)
+    return z.gather(1, targets[:, None])[:, 0] - kept.logsumexp(dim=-1), entropy
+
+
+def sum_pi_squared(logits: Tensor, survivors: Tensor | None, temperature: float) -> Tensor:
+    """[A] the sum of the squared probabilities, of the same distribution."""
+    log_p, _ = _log_softmax(logits, survivors, temperature)
+    squared = torch.exp(2 * log_p)
+    return squared.sum(dim=-1)
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    return z if temperature == 1.0 else z / temperature
+
+
+def _log_softmax(logits: Tensor, survivors: Tensor | None, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """[A, V], or [A, k] over the survivors with what of that is padding."""
+    z = _tempered(logits, temperature)
+    if survivors is None:
+        return torch.log_softmax(z, dim=-1), None
+    absent = survivors < 0
+    return torch.log_softmax(z.gather(1, survivors.clamp(min=0)).masked_fill(absent, -torch.inf), dim=-1), absent
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    dot: Tensor = torch.linalg.vecdot(log_p.exp(), log_p)
+    return -dot

@@ -1,0 +1,51 @@
+"""The implicit reward model of PRIME: a policy whose log-ratio to the reference says what each token was worth. It
+learns from the outcomes of the steps (Cui et al. 2025, arXiv:2502.01456)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from async_rl.algorithms.value import outcome_loss
+from async_rl.config.algorithms import PRIME
+from async_rl.config.schema import Config
+from async_rl.services.trainer.packing import Pack
+from async_rl.services.trainer.ranks import Ranks
+from async_rl.services.trainer.samples import Sample
+from async_rl.services.trainer.trained import Trained
+
+
+class OutcomeUpdate(NamedTuple):
+    loss: float  # cross-entropy, mean over the trajectories
+    accuracy: float  # share of them on the right side
+    gradient_norm: float
+
+
+class RewardModel(Trained):
+    def __init__(self, model: Any, config: Config, table: PRIME, ranks: Ranks | None = None) -> None:
+        settings = msgspec.structs.replace(
+            config.trainer, learning_rate=table.learning_rate, schedule="constant", warmup_steps=0
+        )
+        super().__init__(model, config, settings, 1, "reward model", ranks)
+        self._beta = table.beta
+
+    def update(self, samples: Sequence[Sample]) -> OutcomeUpdate:
+        """On the outcomes of `samples`, which have their `reference`; those without a token in the loss are left
+        out."""
+        share = [sample for sample in self.share(samples) if sample.trained]
+        count = int(self._ranks.sum_(torch.tensor([len(share)]))[0])
+
+        def loss(pack: Pack, logits: Tensor) -> tuple[Tensor, Tensor]:
+            assert pack.reference is not None
+            implicit = self.of_tokens(pack, logits)[0].double() - pack.reference
+            sums = torch.zeros(pack.sequences, dtype=torch.float64, device=implicit.device)
+            sums = sums.index_add(0, pack.sequence, implicit)
+            part = outcome_loss(sums, pack.outcomes.double(), self._beta).sum() / max(count, 1)
+            return part, torch.stack([part, ((sums > 0) == (pack.outcomes > 0.5)).sum()])
+
+        figures = self.minimise(share, loss)
+        stepped = self.step()
+        total, right = self._ranks.sum_(figures if len(figures) else torch.zeros(2, dtype=torch.float64)).tolist()
+        return OutcomeUpdate(total, right / max(count, 1), stepped.gradient_norm)

@@ -1,0 +1,169 @@
+"""A role that learns: a network, its optimizer, and what one optimizer update does to them."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from async_rl.config.schema import Config, Trainer
+from async_rl.errors import AsyncRLError
+from async_rl.services.trainer.network import Network
+from async_rl.services.trainer.packing import Pack, packs
+from async_rl.services.trainer.ranks import Ranks
+from async_rl.services.trainer.samples import Sample
+from async_rl.services.trainer.schedule import learning_rate
+
+log = logging.getLogger(__name__)
+
+
+class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a role's training stands, beside its tensors."""
+
+    updates: int  # made, or skipped
+    skipped_in_row: int
+
+
+class Stepped(msgspec.Struct, frozen=True):
+    """What an optimizer update came to."""
+
+    gradient_norm: float  # before clipping
+    learning_rate: float
+    skipped: str | None  # why the weights were left as they were
+
+
+class Trained(Network):
+    """settings: of its optimizer. total: updates over the run, for the schedule. name: in messages."""
+
+    def __init__(
+        self, model: Any, config: Config, settings: Trainer, total: int, name: str, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(model, config, ranks)
+        self.updates = 0
+        self._settings, self._total, self._name = settings, total, name
+        self._skipped_in_row = 0
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizer = _adamw(self._parameters, settings)
+
+    def minimise(self, samples: Sequence[Sample], loss: Callable[[Pack, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """Backward passes over this rank's share of `samples`: the gradient of the sum of `loss`, which gives for a
+        micro-batch and its logits its part of the loss, and figures [K]. The figures, summed, on all ranks."""
+        sums = torch.zeros(0, dtype=torch.float64)
+        for pack in packs(samples, self._capacity):
+            pack = pack.to(self.model.device)
+            part, figures = loss(pack, self.logits(pack))
+            part.backward()  # type: ignore[no-untyped-call]
+            figures = figures.detach().to("cpu", torch.float64)
+            sums = figures if not len(sums) else sums + figures
+        return sums
+
+    def share(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Those of this rank."""
+        return list(samples[self._ranks.rank :: self._ranks.size])
+
+    def step(self) -> Stepped:
+        """One optimizer update with the gradients that are there.
+
+        One that is not finite leaves weights and optimizer as they were; AsyncRLError after trainer.max_nonfinite of
+        them in a row.
+        """
+        norm = self._reduce_gradients()
+        rate = learning_rate(self.updates, self._total, self._settings)
+        number, self.updates = self.updates, self.updates + 1
+        skipped = None
+        if norm == 0.0:
+            # Nothing to learn here. AdamW would go on in the direction of older batches, and the less gradient
+            # comes, the longer its steps: one lucky sample and a few steps without any move a policy far.
+            pass
+        elif math.isfinite(norm):
+            self._skipped_in_row = 0
+            if norm > self._settings.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, self._settings.max_grad_norm, torch.tensor(norm))
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        else:
+            self._skipped_in_row += 1
+            skipped = f"update {number} of the {self._name}: {self._nonfinite()}"
+            log.warning("skipped %s", skipped)
+        self._optimizer.zero_grad()
+        if self._skipped_in_row >= self._settings.max_nonfinite:
+            raise AsyncRLError(
+                f"{self._skipped_in_row} updates in a row were not finite "
+                f"(trainer.max_nonfinite = {self._settings.max_nonfinite}); the last, {skipped}"
+            )
+        return Stepped(norm, rate, skipped)
+
+    def _reduce_gradients(self) -> float:
+        """Gradients summed over the ranks; their global norm.
+
+        A parameter without one gets zeros: another rank may have one.
+        """
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._ranks.sum_(parameter.grad)
+        return float(torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]))
+
+    def _nonfinite(self) -> str:
+        """Names the gradients that are not finite."""
+        names = [
+            name
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+        ]
+        if not names:
+            return "the norm of the gradient overflows"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"the gradient of {names[0]}{more} is not finite"
+
+    # --- what a checkpoint keeps ---------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.updates, self._skipped_in_row)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state as "parameter/what"; empty before the first update."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {
+            f"{names[parameter]}/{what}": value
+            for parameter, state in self._optimizer.state.items()
+            for what, value in state.items()
+        }
+
+    def go_on(self, progress: Progress, tensors: dict[str, Tensor]) -> None:
+        """Continue where another one of these weights stood; KeyError where `tensors` are not of this model."""
+        self.updates, self._skipped_in_row = progress.updates, progress.skipped_in_row
+        parameters = dict(self.model.named_parameters())
+        for name, value in tensors.items():
+            owner, _, what = name.rpartition("/")
+            self._optimizer.state[parameters[owner]][what] = value.to(parameters[owner].device)
+
+
+def weights_checksum(model: Any) -> str:
+    """xxh3_64 over the name and the bytes of every tensor: equal for bit-equal weights alone."""
+    digest = xxhash.xxh3_64()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return str(digest.hexdigest())
+
+
+def _adamw(parameters: list[torch.nn.Parameter], settings: Trainer) -> torch.optim.AdamW:
+    """AdamW; matrices decay, vectors (norms, biases) do not."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        fused=True,
+    )
