@@ -144,7 +144,7 @@ class ForTrainer:
             failed=sum(state.failed.values()),
         )
         place = core.store.put_draw(draw)
-        lowest = min((m.place.segment for g in draw.groups for m in g.members), default=place.segment)
+        lowest = min((m.place.segment for g in draw.groups for m in g.everyone), default=place.segment)
         numbers, attempts = [g.id for g in groups], [g.attempt for g in groups]
         return events.Drawn(step, state.epoch, numbers, attempts, place, lowest)
 

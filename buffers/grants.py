@@ -115,10 +115,10 @@ def _holds_suspect(state: State, worker: str) -> bool:
 
 def _admit(state: State, basket: _Basket, version: int, sharers: int) -> None:
     settings = state.settings
-    members, eta_prime = list(range(settings.group_size)), settings.eta_prime(state.eta)
+    members, eta_prime = settings.members, settings.eta_prime(state.eta)
     share = -(-state.capacity // max(1, sharers))
     again, cursor, m, number = iter(state.again), state.cursor, state.m, state.admitted
-    for _ in range(min(share, basket.room // settings.group_size)):
+    for _ in range(min(share, basket.room // len(members))):
         oldest = admission.min_version(state.due(m), state.version, eta_prime)
         position = next(again, -1)
         first_in_line = position >= 0

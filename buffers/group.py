@@ -55,6 +55,7 @@ class Group(Struct):
     position: int  # in the stream of tasks, or among the held-out ones
     eta: int
     wanted: list[int]  # members that make up the group
+    greedy: int | None = None  # the one of them that is sampled greedily, has no vote and is not trained
     exact_version: int | None = None  # evaluation: this version and no other
     asked: int = -1  # evaluation: the version it was asked for
     phase: Phase = "waiting"
@@ -78,7 +79,11 @@ class Group(Struct):
 
     @property
     def voters(self) -> list[int]:
-        return [member for member in self.wanted if member in self.scores and self.scores[member].votes]
+        return [member for member in self.trained if member in self.scores and self.scores[member].votes]
+
+    @property
+    def trained(self) -> list[int]:
+        return [member for member in self.wanted if member != self.greedy]
 
     @property
     def oldest(self) -> int | None:

@@ -64,7 +64,7 @@ def _look_at_draws(archive: Archive, found: History) -> None:
         for group in draw.groups:
             if group.group == found.group:
                 found.drawn = group
-                for member in group.members:
+                for member in group.everyone:
                     found.members.setdefault(member.member, Known(member.place, member.score))
                 return
 

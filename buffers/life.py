@@ -6,7 +6,7 @@ from async_rl.buffers import events
 from async_rl.buffers.group import Group
 from async_rl.buffers.settings import Settings
 from async_rl.config.schema import Filter
-from async_rl.trajectory import EQUAL
+from async_rl.trajectory import EQUAL, Score
 
 
 def next_events(group: Group, settings: Settings, detail: str) -> list[events.Any]:
@@ -24,14 +24,20 @@ def _judge(group: Group, settings: Settings) -> list[events.Any]:
     """Ready with enough votes; else new members take the place of those without one, once; else failed."""
     voters = group.voters
     if len(voters) >= settings.min_valid:
-        reason = _unwanted([group.scores[member].reward or 0.0 for member in voters], settings.filter)
+        reason = _unwanted([_judged(group.scores[member], settings.filter) for member in voters], settings.filter)
         return [events.Readied(group.id) if reason is None else events.Dropped(group.id, reason)]
-    silent = [member for member in group.wanted if member not in voters]
+    silent = [member for member in group.trained if member not in voters]
     if not group.refilled:
         return [_refill(group, silent)]
     why = group.scores[silent[0]]
-    detail = f"{len(voters)} of {len(group.wanted)} members vote, batch.min_valid = {settings.min_valid}"
+    detail = f"{len(voters)} of {len(group.trained)} members vote, batch.min_valid = {settings.min_valid}"
     return [events.Failed(group.id, "min_valid", f"{detail}; member {silent[0]}: {why.status} {why.detail}".rstrip())]
+
+
+def _judged(score: Score, wanted: Filter) -> float:
+    """What the filter looks at: a reward with a penalty for length in it differs between answers that are all right."""
+    reward = score.reward or 0.0
+    return reward if wanted.component is None else score.components.get(wanted.component, reward)
 
 
 def _unwanted(rewards: list[float], wanted: Filter) -> events.Unwanted | None:

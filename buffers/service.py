@@ -347,11 +347,11 @@ class BufferService(Service):
         return messages.Leases(generate, score)
 
     def _generate(self, group: Group, lease: Lease) -> messages.GenerateLease:
-        sampling, greedy = self.config.sampling, False
+        sampling, greedy = self.config.sampling, [m for m in lease.open if m == group.greedy]
         if group.exact_version is not None:
             temperature = self.config.evaluation.temperature
-            greedy = temperature == 0
-            sampling = msgspec.structs.replace(sampling, temperature=1.0 if greedy else temperature)
+            greedy = list(lease.open) if temperature == 0 else []
+            sampling = msgspec.structs.replace(sampling, temperature=temperature or 1.0)
         return messages.GenerateLease(
             id=lease.id,
             task=self._task(group),

@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from async_rl.config.modes import bounds
+from async_rl.config.modes import bounds, trajectories
 from async_rl.config.schema import Config, Filter, OnExceed
 from async_rl.errors import ConfigError
 
@@ -15,7 +15,7 @@ CHANGEABLE = ("eta", "max_steps", "max_failures", "lease_s", "lease_max_s", "sam
 
 class Settings(Struct, frozen=True):
     groups: int  # B, groups of a step
-    group_size: int  # G, members of a group
+    group_size: int  # G, members of a group that are trained
     min_valid: int  # voting members without which a group is not ready
     eta: int  # bound on the lag of a token in the loss; may change during a run, see State.eta
     reuse: int  # r, consecutive steps that train one draw
@@ -30,6 +30,7 @@ class Settings(Struct, frozen=True):
     lease_max_s: float
     held_out: int  # tasks of an evaluation
     samples: int  # trajectories of each
+    greedy: bool = False  # a group has one member more, which is sampled greedily and has no vote, for ReMax
     filter: Filter = Filter()
     data: dict[str, str] = {}  # fingerprint of each source, async_rl.data.fingerprint
 
@@ -41,7 +42,7 @@ class Settings(Struct, frozen=True):
         min_valid = batch.min_valid or min(size, max(2, math.ceil(size / 2)))
         if min_valid > size:
             raise ConfigError(f"batch.min_valid = {min_valid} exceeds batch.group_size = {size}")
-        largest = max(size, config.evaluation.samples if held_out else 0)
+        largest = max(trajectories(config), config.evaluation.samples if held_out else 0)
         if config.rollout.max_in_flight < largest:
             raise ConfigError(
                 f"rollout.max_in_flight = {config.rollout.max_in_flight} holds no group of {largest} "
@@ -50,6 +51,7 @@ class Settings(Struct, frozen=True):
         return cls(
             groups=batch.groups,
             group_size=size,
+            greedy=trajectories(config) > size,
             min_valid=min_valid,
             eta=limits.eta,
             reuse=limits.reuse,
@@ -67,6 +69,11 @@ class Settings(Struct, frozen=True):
             filter=config.filter,
             data=data or {},
         )
+
+    @property
+    def members(self) -> list[int]:
+        """Those of a new group; the greedy one, where there is one, is the last."""
+        return list(range(self.group_size + self.greedy))
 
     def eta_prime(self, eta: int) -> int:
         """Largest lag at a draw, so that the last of `reuse` steps still keeps `eta`."""

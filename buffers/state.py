@@ -237,8 +237,9 @@ class State(Struct):
         else:
             self.cursor = event.position + 1
         self.admitted += 1
-        members = list(range(self.settings.group_size))
-        self.training.add(Group(event.group, event.position, event.eta, members))
+        members = self.settings.members
+        greedy = members[-1] if self.settings.greedy else None
+        self.training.add(Group(event.group, event.position, event.eta, members, greedy))
 
     def _settle(self, group: Group, member: int, *, taken: bool) -> None:
         """The worker owes `member` no more; the lease ends with its last member."""

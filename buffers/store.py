@@ -28,6 +28,11 @@ class KeptGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bound: int  # largest lag of a token in the loss
     task: Task
     members: list[KeptMember]
+    greedy: KeptMember | None = None
+
+    @property
+    def everyone(self) -> list[KeptMember]:
+        return self.members if self.greedy is None else [*self.members, self.greedy]
 
 
 class KeptDraw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,7 +119,8 @@ def kept_draw(
                 group.position,
                 group.eta if hard_max is None else hard_max,
                 task_of(group.position),
-                [KeptMember(m, group.trajectories[m].place, group.scores[m]) for m in group.wanted],
+                [_member(group, m) for m in group.trained],
+                None if group.greedy is None else _member(group, group.greedy),
             )
             for group in groups
         ],
@@ -131,7 +137,8 @@ def drawn(draw: KeptDraw, step: int, get: Callable[[Place], Trajectory]) -> mess
                 attempt=group.attempt,
                 task=group.task,
                 bound=group.bound,
-                members=[messages.DrawnMember(m.member, get(m.place), m.score) for m in group.members],
+                members=[_drawn(member, get) for member in group.members],
+                greedy=None if group.greedy is None else _drawn(group.greedy, get),
             )
             for group in draw.groups
         ],
@@ -139,3 +146,11 @@ def drawn(draw: KeptDraw, step: int, get: Callable[[Place], Trajectory]) -> mess
         failed=draw.failed,
         sequence=step - draw.step,
     )
+
+
+def _member(group: Group, member: int) -> KeptMember:
+    return KeptMember(member, group.trajectories[member].place, group.scores[member])
+
+
+def _drawn(kept: KeptMember, get: Callable[[Place], Trajectory]) -> messages.DrawnMember:
+    return messages.DrawnMember(kept.member, get(kept.place), kept.score)

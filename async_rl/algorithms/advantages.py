@@ -120,7 +120,7 @@ def rloo(members: Members, settings: RLOO) -> Estimate:
         n = group.voters[members.groups]
         squares = (n - 1) * group.deviation[members.groups] ** 2 - n / (n - 1).clamp(min=1) * group.centred**2
         others = (squares.clamp(min=0) / (n - 2).clamp(min=1)).sqrt()
-        differ = (others > EQUAL * largest(group.rewards.abs(), members.groups)[members.groups]) & (n > 2)
+        differ = others > EQUAL * largest(group.rewards.abs(), members.groups)[members.groups]
         advantages = torch.where(differ, advantages / (others + EPSILON), advantages)
     return Estimate(members.over_tokens(advantages))
 

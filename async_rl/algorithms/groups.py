@@ -50,8 +50,7 @@ def leave_one_out(group: Compared, members: Members) -> Tensor:
 
 def outcomes(members: Members) -> Tensor:
     """[N] all that a member was rewarded with: its score, and what was added at its tokens."""
-    tokens = members.token_rewards.clamp(-LARGEST, LARGEST)
-    added = torch.zeros_like(members.rewards).index_add_(0, members.sequence, tokens)
+    added = torch.zeros_like(members.rewards).index_add_(0, members.sequence, members.token_rewards)
     return torch.where(members.votes, members.rewards + added, 0.0).clamp(-LARGEST, LARGEST)
 
 

@@ -10,7 +10,7 @@
 
 from msgspec import Struct
 
-from async_rl.config.algorithms import Correction, Weights
+from async_rl.config.algorithms import Correction, ReMax, Weights
 from async_rl.config.schema import Config, Mode, OnExceed
 from async_rl.errors import ConfigError
 
@@ -73,6 +73,11 @@ def bounds(config: Config) -> Bounds:
         hard_max=asked.hard_max,
         keep_cache=asked.keep_cache,
     )
+
+
+def trajectories(config: Config) -> int:
+    """Of a training group: batch.group_size, and for ReMax the greedy one beside them."""
+    return config.batch.group_size + isinstance(config.algorithm.advantage, ReMax)
 
 
 def correction(config: Config) -> Correction:

@@ -116,6 +116,7 @@ class Filter(Table, frozen=True):
     equal: bool = False  # drop groups whose votes are all equal: they carry no gradient (DAPO, Yu et al. 2025)
     min_mean: float | None = None  # drop groups whose mean reward is below it: too hard
     max_mean: float | None = None  # drop groups whose mean reward is above it: too easy
+    component: str | None = None  # judged by this component of the score, where it has it; None: by the reward
     max_in_row: Positive | None = None  # dropped in a row that end the run; None: ten batches
 
 

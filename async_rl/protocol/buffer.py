@@ -130,7 +130,7 @@ class GenerateLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task: Task
     members: list[int]
     sampling: Sampling
-    greedy: bool  # evaluation at temperature 0
+    greedy: list[int]  # of the members: sampled at temperature 0
     min_version: int  # weights it may be sampled with, at least
     exact_version: int | None  # evaluation: this version and no other; defer updates until it is done
 

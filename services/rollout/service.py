@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from async_rl.actor.outbox import Outbox
 from async_rl.actor.remote import Remote
 from async_rl.actor.service import Service
-from async_rl.config.modes import bounds
+from async_rl.config.modes import bounds, trajectories
 from async_rl.config.schema import Config
 from async_rl.errors import ConfigError, DeadlineExceeded, EngineDied, PeerRefused, PublicationError, WorkRevoked
 from async_rl.protocol.buffer import (
@@ -60,9 +60,12 @@ class RolloutService(Service):
 
     def __init__(self, config: Config, name: str) -> None:
         super().__init__(config, name)
-        room, size = config.rollout.max_in_flight, config.batch.group_size
-        if room < size:
-            raise ConfigError(f"rollout.max_in_flight = {room} is below batch.group_size = {size}: no group fits")
+        room, self._size = config.rollout.max_in_flight, trajectories(config)
+        if room < self._size:
+            raise ConfigError(
+                f"rollout.max_in_flight = {room} is below the {self._size} trajectories of a group "
+                f"(batch.group_size = {config.batch.group_size}): no group fits"
+            )
         self._bounds = bounds(config)
         self._ledger = Ledger()
         self._results = Outbox(self._finish, lambda sampled: sampled.trajectory.nbytes)
@@ -151,7 +154,7 @@ class RolloutService(Service):
             completion = await self._engine.generate(
                 prompt,
                 lease.sampling,
-                greedy=lease.greedy,
+                greedy=member in lease.greedy,
                 seed=seed_of(self.config.seed, lease, member),
                 draft=held.drafts[member],
             )
@@ -297,7 +300,7 @@ class RolloutService(Service):
     @property
     def _has_room(self) -> bool:
         draining = self._newer and not self._bounds.in_flight
-        return not draining and self._room >= self.config.batch.group_size
+        return not draining and self._room >= self._size
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():

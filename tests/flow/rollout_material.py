@@ -88,7 +88,9 @@ class Buffer:
             task = Task(index=self._group, source="test", prompt=prompt, answer=answer)
             id_ = LeaseId(self._group, 0, "generate")
             sampling = self.config.sampling
-            self.queue.append(GenerateLease(id_, task, list(range(members)), sampling, greedy, exact or 0, exact))
+            everyone = list(range(members))
+            told = everyone if greedy is True else list(greedy or [])
+            self.queue.append(GenerateLease(id_, task, everyone, sampling, told, exact or 0, exact))
             self._group += 1
 
     async def handle(self, request):

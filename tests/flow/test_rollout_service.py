@@ -271,7 +271,7 @@ def test_a_prompt_without_room_for_an_answer_fails_with_the_reason(tmp_path, mon
 
 def test_settings_that_cannot_work_are_refused(tmp_path):
     room = settings(tmp_path, rollout={"max_in_flight": 1, "engine": FAST})
-    with pytest.raises(ConfigError, match=r"rollout.max_in_flight = 1 is below batch.group_size = 2"):
+    with pytest.raises(ConfigError, match=r"rollout.max_in_flight = 1 is below the 2 trajectories of a group"):
         RolloutService(room, "rollout-0")
 
     async def main():

@@ -142,6 +142,16 @@ def test_the_length_weighted_mean_is_the_baseline_of_opo():
     assert advantages([1, 0], OPO(), lengths=[3, 1]) == pytest.approx([0.25, -0.75])
 
 
+def test_how_long_a_failed_member_was_matters_to_none():
+    assert advantages([1, 0, None], OPO(), lengths=[3, 1, 50]) == pytest.approx([0.25, -0.75, 0])
+
+
+@pytest.mark.parametrize("settings", COMPARING, ids=repr)
+def test_rewards_at_the_border_of_equal_do_not_blow_up(settings):
+    """The two differ by more than float noise, each from their mean by less."""
+    assert max(map(abs, advantages([1000.0012, 1000.0], settings))) < 1
+
+
 def test_gpg_scales_by_the_share_of_rewards_that_are_not_zero():
     values = advantages([1, 0, 0, 0, None], GPG(f_norm=2.0), groups=[0, 0, 1, 1, 1], group_size=3)
     assert values == pytest.approx([1, -1, 0, 0, 0])  # alpha = 4 voters / 1

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from async_rl.algorithms.registry import ESTIMATORS
 from async_rl.config.algorithms import Advantage, CustomAdvantage
-from tests.unit.advantage_material import SETTINGS, estimate, steps
+from tests.unit.advantage_material import SETTINGS, double, estimate, members_of, steps
 
 FEW = hypothesis_settings(max_examples=40, deadline=None)
 EVERY = pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-ANY_FINITE = st.floats(allow_nan=False, allow_infinity=False)
+ANY_FINITE = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([1.7e308, -1.7e308]))
 PER_TOKEN = ("loss", "positions", "token_rewards", "values", "old", "sum_pi_squared", "weights", "implicit")
 
 
@@ -62,6 +62,19 @@ def test_no_finite_input_gives_anything_that_is_not_finite(settings, members):
 
 
 @EVERY
+@pytest.mark.parametrize("signs", [[1, 1, 1, 1], [-1, -1, -1, -1], [1, -1, 1, -1], [1, 1, -1, -1]], ids=repr)
+def test_numbers_at_the_end_of_what_a_float_holds_give_nothing_that_is_not_finite(settings, signs):
+    far = 1.7e308 * double(signs)
+    columns = dict.fromkeys(("token_rewards", "values", "old", "sum_pi_squared", "weights", "implicit"), far)
+    components = {"accuracy": far[:2], "format": far[2:]}
+    members = members_of([0.0, 1.0], lengths=[2, 2], components=components, greedy=far[1:2], **columns)
+    for rewards in ([0.0, 1.0], far[1:3]):
+        made = estimate(replace(members, rewards=double(rewards)), settings)
+        assert bool(torch.isfinite(made.advantages).all())
+        assert made.returns is None or bool(torch.isfinite(made.returns).all())
+
+
+@EVERY
 @FEW
 @given(steps())
 def test_a_member_without_a_vote_gets_nothing_and_changes_nothing(settings, members):
@@ -72,6 +85,8 @@ def test_a_member_without_a_vote_gets_nothing_and_changes_nothing(settings, memb
         token_rewards=torch.where(members.over_tokens(mute), -7.0, members.token_rewards),
         values=torch.where(members.over_tokens(mute), 1e3, members.values),
         implicit=torch.where(members.over_tokens(mute), 1e3, members.implicit),
+        old=torch.where(members.over_tokens(mute), -9.0, members.old),
+        sum_pi_squared=torch.where(members.over_tokens(mute), 0.5, members.sum_pi_squared),
         components={name: torch.where(mute, 1e3, values) for name, values in members.components.items()},
     )
     here, there = estimate(members, settings).advantages, estimate(other, settings).advantages

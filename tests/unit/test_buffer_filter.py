@@ -50,6 +50,20 @@ def test_a_group_that_teaches_nothing_is_dropped_with_the_reason(
     assert buffer.state.training.count("ready") == (1 if reason is None else 0)
 
 
+def test_a_component_of_the_score_is_judged_in_the_place_of_the_reward() -> None:
+    """DAPO judges accuracy, whatever a penalty for length makes of the reward."""
+    buffer = machine(filter=Filter(equal=True, component="accuracy"))
+    leases = rollout(buffer, 4, at=0)
+    for lease in leases:
+        generate(buffer, lease, at=0)
+    given = [[(1.0, {"accuracy": 1.0}), (0.4, {"accuracy": 1.0})], [(1.0, {"accuracy": 1.0}), (0.2, {})]]
+    for lease, group in zip(buffer.workers.acquire("r", "r", "score", 64, -1, 0.0), given, strict=True):
+        for member, (reward, components) in zip(list(lease.open), group, strict=True):
+            buffer.workers.finish_score("r", "r", lease.id, member, Score(reward, components=components), 0.0)
+    assert buffer.state.dropped == {"equal": 1}
+    assert buffer.state.training.count("ready") == 1  # a member without the component is judged by its reward
+
+
 def test_a_dropped_group_is_replaced_by_another_task_and_the_step_is_full() -> None:
     buffer = machine(filter=Filter(equal=True))
     first = scored(buffer, (1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 1.0))

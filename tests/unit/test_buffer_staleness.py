@@ -94,9 +94,7 @@ def seeds(run: Ring) -> list[list[int]]:
     """Of every trajectory of every step, as a rollout seeds it in a run of seed 7."""
     return [
         [
-            seed_of(
-                7, GenerateLease(LeaseId(0, attempt, "generate"), task, members, Sampling(), False, 0, None), member
-            )
+            seed_of(7, GenerateLease(LeaseId(0, attempt, "generate"), task, members, Sampling(), [], 0, None), member)
             for position, attempt, members in groups
             for task in [Task(index=position, source="numbers", prompt="?")]
             for member in members

@@ -44,6 +44,7 @@ class Buffer(RuleBasedStateMachine):
         at_end=st.sampled_from(["smaller_step", "drop"]),
         slack=st.integers(0, 2),
         equal=st.booleans(),
+        greedy=st.booleans(),
     )
     def begin(
         self,
@@ -56,6 +57,7 @@ class Buffer(RuleBasedStateMachine):
         at_end: str,
         slack: int,
         equal: bool,
+        greedy: bool,
     ) -> None:
         eta += reuse - 1
         self.rules = settings(
@@ -73,6 +75,7 @@ class Buffer(RuleBasedStateMachine):
             lease_s=10.0,
             held_out=2,
             samples=1,
+            greedy=greedy,
             filter=Filter(equal=equal, max_in_row=40),
         )
         self.store = Rotting()

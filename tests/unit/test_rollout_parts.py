@@ -25,7 +25,7 @@ from async_rl.trajectory import Message, Task
 def lease(group=0, *, members=2, exact=None, attempt=0, index=0):
     task = Task(index=index, source="s", prompt="q", answer="yes")
     id_ = LeaseId(group, attempt, "generate")
-    return GenerateLease(id_, task, list(range(members)), Sampling(), False, 0, exact)
+    return GenerateLease(id_, task, list(range(members)), Sampling(), [], 0, exact)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=8))
