@@ -1,6 +1,6 @@
 """Every preset on the quickstart task, and what staleness does to the ways of correcting it.
 
-    python benchmarks/algorithms.py [--sections presets,lags] [--seeds 3] [--steps 60] [--jobs 2]
+    python benchmarks/algorithms.py [--sections presets,lags] [--seeds 3] [--jobs 2] [key=value ...]
 
 The ring in lock-step, in one process: the rollout's engine, the grader and the trainer's step are those of a run,
 but the draw of step s is sampled with the weights of version max(s - lag, 0), so that every token has exactly that
@@ -8,7 +8,6 @@ lag. What is compared is held-out accuracy after the last step, sampled at tempe
 
 presets   each file of recipes/algorithms/ at lag 0
 lags      naive PPO, decoupled, truncated importance sampling and M2PO at a lag of 0, 2 and 8
-steps     more updates of the same draw make staleness bite: --updates cuts each draw into so many mini-batches
 
 The last line printed is one JSON object.
 """

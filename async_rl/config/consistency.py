@@ -18,6 +18,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield f"algorithm.advantage.kind = '{name}' compares the members of a group: batch.group_size = 1 has none"
     if isinstance(advantage, GDPO) and not advantage.weights:
         yield "algorithm.advantage.weights is empty: name the components of the grader's scores"
+    if isinstance(advantage, GDPO) and (settings.overlong or (settings.kl and settings.kl.place == "reward")):
+        yield "algorithm.advantage.kind = 'gdpo' looks at components alone: overlong and a KL in the reward are lost"
     if settings.critic.warmup_steps and not isinstance(advantage, GAE):
         yield f"algorithm.critic.warmup_steps: there is no critic with advantage.kind = '{name}'; 'gae' has one"
     if fix.proximal == "loglinear" and limits.keep_cache:
