@@ -101,18 +101,29 @@ def _value(text: str) -> Any:
 
 
 def spelt_out(value: Any, kind: inspect.Type) -> Any:
-    """`value` with tables that are named by their kind alone as tables: `loss = "ppo"` is `loss = { kind = "ppo" }`."""
+    """`value` with what may be left out of a table with a kind: `loss = "cispo"` is `loss = { kind = "cispo" }`, and
+    `loss = { clip_low = 0.1 }` is of the kind that the default has."""
     alternatives = _alternatives(kind)
     structs = [t for t in alternatives if isinstance(t, inspect.StructType)]
     if isinstance(value, str) and len(structs) > 1 and not any(isinstance(t, inspect.StrType) for t in alternatives):
         return {structs[0].tag_field: value}
     if isinstance(value, dict) and structs:
         struct = _chosen(value, structs)
-        fields = {f.encode_name: f.type for f in struct.fields} if struct is not None else {}
-        return {key: spelt_out(item, fields[key]) if key in fields else item for key, item in value.items()}
+        fields = {f.encode_name: f for f in struct.fields} if struct is not None else {}
+        return {
+            key: spelt_out(_of_a_kind(item, fields[key].default), fields[key].type) if key in fields else item
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         kinds = [t.item_type for t in alternatives if isinstance(t, inspect.ListType)]
         return [spelt_out(item, kinds[0]) for item in value] if kinds else value
+    return value
+
+
+def _of_a_kind(value: Any, default: Any) -> Any:
+    settings = getattr(default, "__struct_config__", None)
+    if isinstance(value, dict) and settings is not None and settings.tag is not None:
+        return {settings.tag_field: settings.tag} | value
     return value
 
 

@@ -63,7 +63,7 @@ def test_a_replay_ends_with_the_same_weights_and_figures(folder: Path) -> None:
 
 
 def test_other_hyper_parameters_train_on_the_same_samples(folder: Path) -> None:
-    arguments = ("trainer.learning_rate=3e-3", "batch.mini_batches=2", "algorithm.clip_high=0.3", "--steps", "3")
+    arguments = ("trainer.learning_rate=3e-3", "batch.mini_batches=2", "algorithm.loss.clip_high=0.3", "--steps", "3")
     status, output = ring.run("replay", "runs/ring", *arguments, "--out", "tried", cwd=folder)
     assert status == 0, output
     assert "not compared" in output

@@ -134,7 +134,7 @@ def test_a_run_that_is_not_there_is_told_and_none_is_made(graded: Path) -> None:
 
 def test_what_would_make_it_another_run_is_refused_in_one_line(graded: Path) -> None:
     killed(graded)
-    for change in ("sampling.temperature=0.5", "algorithm.clip_low=0.1", "batch.groups=2"):
+    for change in ("sampling.temperature=0.5", "algorithm.loss.clip_low=0.1", "batch.groups=2"):
         status, output = ring.run("train", "run.toml", "--resume", *SETTINGS, change, cwd=graded)
         assert status == 2
         assert change.partition("=")[0] in last_line(output)

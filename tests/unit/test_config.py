@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config import bounds, load, parse
-from async_rl.config.algorithms import CISPO, GRPO, RLOO
+from async_rl.config.algorithms import CISPO, GRPO, PPO, RLOO
 from async_rl.config.dump import to_toml
 from async_rl.config.load import apply_override
 from async_rl.config.schema import MathGrader
@@ -97,6 +97,7 @@ def test_a_kind_alone_is_a_table_of_defaults(run_toml: Path) -> None:
     config = load(run_toml, ["algorithm.advantage=rloo", "algorithm.loss=cispo", "reward.grader=math"])
     assert config.algorithm.advantage == RLOO() and config.algorithm.loss == CISPO()
     assert config.reward.grader == MathGrader()
+    assert load(run_toml, ["algorithm.loss.clip_low=0.1"]).algorithm.loss == PPO(clip_low=0.1)
     with pytest.raises(ConfigError, match=r"missing required field `beta` - at `algorithm\.loss"):
         load(run_toml, ["algorithm.loss=dro"])
 
