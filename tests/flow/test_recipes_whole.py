@@ -8,6 +8,7 @@ import pytest
 from tests.flow import ring
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+PRESETS = sorted((RECIPES / "algorithms").glob("*.toml"))
 
 
 @pytest.mark.slow
@@ -28,3 +29,26 @@ def test_a_recipe_learns(tmp_path: Path, recipe: str, before: float, after: floa
     assert summary["groups"]["conserved"]
     assert summary["largest_lag_trained"] <= summary["eta"]
     assert ring.left_over(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the quickstart's model is ready."""
+    folder = tmp_path_factory.mktemp("presets")
+    status, output = ring.run("warmup", str(RECIPES / "quickstart.toml"), cwd=folder, timeout=300)
+    assert status == 0, output
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_runs_on_the_quickstart(warm: Path, preset: Path) -> None:
+    settings = ("max_steps=5", f"name={preset.stem}", "evaluation.every=0", "data.held_out_size=64")
+    status, output = ring.run("train", str(RECIPES / "quickstart.toml"), str(preset), *settings, cwd=warm)
+    assert status == 0, output
+    summary = json.loads((warm / "runs" / preset.stem / "summary.json").read_text())
+    assert summary["steps"] == 5 and summary["groups"]["conserved"] and summary["skipped_updates"] == 0
+    lines = (warm / "runs" / preset.stem / "metrics.jsonl").read_text().splitlines()
+    steps = [record for line in lines if (record := json.loads(line))["kind"] == "step"]
+    assert sum(record["gradient_norm"] > 0 for record in steps) >= 3

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 RANK = """
-import datetime, json, sys
+import dataclasses, datetime, json, sys
 sys.path.insert(0, sys.argv[4])
 import torch
 torch.set_num_threads(1)
 from trainer_material import configuration, random_samples, sample, tiny_llama, trajectory
 from async_rl.algorithms.aggregation import token_mean, weighted_sum
 from async_rl.services.trainer.objective import Objective
+from async_rl.services.trainer.network import Network
 from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.ranks import Ranks
 
@@ -36,7 +37,24 @@ mean = float(ranks.sum_(weighted_sum(losses, weights)))
 policy = Policy(tiny_llama(), config, ranks)
 for seed in range(3):
     update = policy.update(random_samples(5, seed, silent=(0, 2, 4) if seed == 1 else ()), objective)
+ahead = configuration(algorithm={
+    "loss": {"kind": "clip_cov", "share": 0.2, "low": 0.0, "high": 9.0},
+    "correction": {"weights": {"normalize": True}, "rejections": [{"kind": "m2po", "tau": 1.0}]},
+    "kl": {"coefficient": 0.1},
+})
+other = Policy(tiny_llama(1), ahead, ranks)
+reference = Network(tiny_llama(2), ahead, ranks)
+for seed in range(3):
+    samples = random_samples(5, seed)
+    parts = torch.split(reference.logprobs(samples), [len(s.action) for s in samples])
+    samples = [dataclasses.replace(s, reference=part) for s, part in zip(samples, parts, strict=True)]
+    looked = other.update(samples, Objective.of(ahead, 0.1))
 print(json.dumps({
+    "rejected": looked.rejected,
+    "clipped": looked.clipped,
+    "reference_kl": looked.reference_kl,
+    "weight": looked.weight,
+    "other_weights": [float(p.detach().abs().sum()) for p in other.model.parameters()],
     "mean": mean,
     "loss": update.loss,
     "norm": update.gradient_norm,
@@ -68,5 +86,13 @@ def test_two_ranks_make_the_update_that_one_makes(tmp_path):
     assert first["mean"] == second["mean"] == 0.25
     assert first["weights"] == second["weights"]
     (alone,) = finish([start(0, 1, tmp_path / "unused")])
-    for figure in ("loss", "norm", "tokens", "k3", "ratio", "weights"):
+    assert first["other_weights"] == second["other_weights"] and alone["rejected"] and alone["clipped"]
+    looked = (
+        "rejected",
+        "clipped",
+        "reference_kl",
+        "weight",
+        "other_weights",
+    )  # what was decided over the whole update
+    for figure in ("loss", "norm", "tokens", "k3", "ratio", "weights", *looked):
         assert first[figure] == pytest.approx(alone[figure], abs=1e-9), figure
