@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from async_rl.algorithms.members import Tokens
+from async_rl.algorithms.registry import policy_loss
 from async_rl.cli.main import parse as parse_command
 from async_rl.config import bounds, parse
 from async_rl.config.reference import reference
@@ -56,3 +59,28 @@ def test_the_make_targets_that_the_docs_name_exist() -> None:
     for page in PAGES:
         for named in re.findall(r"(?:^|`)\s*make ([a-z-]+)", page.read_text(), flags=re.MULTILINE):
             assert named in targets, f"{page.name}: make {named}"
+
+
+def test_the_loss_of_ones_own_on_its_page_works_and_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = blocks(ROOT / "docs" / "algorithms.md", "python")
+    *_, table = blocks(ROOT / "docs" / "algorithms.md", "toml")
+    assert len(code.splitlines()) < 20
+    (tmp_path / "my_losses.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    base = tomllib.loads(blocks(ROOT / "README.md", "toml")[0])
+    settings = parse(base | tomllib.loads(table)).algorithm.loss
+    lp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    old, advantages = torch.tensor([-1.0, -3.0]), torch.tensor([1.0, 1.0])
+    everything = torch.ones(2, dtype=torch.bool)
+    made = policy_loss(settings).evaluate(
+        Tokens(lp, old, old, advantages, everything, torch.zeros(2, dtype=torch.int64), 1), settings
+    )
+    assert made.values.tolist() == pytest.approx([-1.0, -1.2])
+    made.values.sum().backward()
+    assert lp.grad is not None and lp.grad.tolist() == pytest.approx([-1.0, 0.0])
+
+
+def test_tables_on_the_page_of_algorithms_are_settings() -> None:
+    base = tomllib.loads(blocks(ROOT / "README.md", "toml")[0])
+    for table in blocks(ROOT / "docs" / "algorithms.md", "toml"):
+        parse(base | tomllib.loads(table), "docs/algorithms.md")
