@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from async_rl.config.algorithms import GAE, PRIME
 from async_rl.config.schema import Config, FakeEngine
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,15 +43,18 @@ class Estimate(Struct, frozen=True):
 
 
 def estimate(config: Config) -> Estimate | None:
-    """None where the model's folder does not exist yet or has no safetensors."""
+    """None where the model's folder does not exist yet or has no safetensors. The roles beside the policy are taken
+    to be of its size."""
     count = parameters(Path(config.model.path))
     if not count:
         return None
     weights = count * DTYPE_BYTES[config.model.dtype]
     workers = 0 if isinstance(config.rollout.engine, FakeEngine) else config.rollout.workers
+    algorithm, learning = config.algorithm, isinstance(config.algorithm.advantage, GAE | PRIME)
+    frozen = (algorithm.kl is not None or isinstance(algorithm.advantage, PRIME)) + (algorithm.teacher is not None)
     return Estimate(
         parameters=count,
-        trainer=weights + count * OPTIMIZER_BYTES,
+        trainer=(1 + learning) * (weights + count * OPTIMIZER_BYTES) + frozen * weights,
         rollouts=weights * workers,
         slots=weights * config.weight_sync.slots,
     )
