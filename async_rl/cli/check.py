@@ -13,6 +13,7 @@ from async_rl.config import Config, bounds, load
 from async_rl.config.algorithms import CustomAdvantage, CustomLoss
 from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
+from async_rl.config.modes import correction
 from async_rl.config.schema import CustomGrader, FakeEngine
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
@@ -44,6 +45,7 @@ def facts(config: Config) -> Iterator[str]:
     )
     lag = limits.hard_max if limits.hard_max is not None else limits.eta
     yield f"mode {config.mode}: no trained token lags more than {lag} ({limits.on_exceed}), at most {held} groups held"
+    yield _algorithm_in_words(config)
     if config.model.dtype != "float32":
         yield (
             f"model.dtype = '{config.model.dtype}': the optimizer works on these weights, without a float32 copy: "
@@ -52,6 +54,27 @@ def facts(config: Config) -> Iterator[str]:
     memory = estimate(config)
     if memory is not None:
         yield f"memory: {memory.describe()}"
+
+
+def _algorithm_in_words(config: Config) -> str:
+    settings, fix = config.algorithm, correction(config)
+    words = [f"ratios against the {PROXIMAL[fix.proximal]}"]
+    if fix.weights is not None:
+        bound = f"within {fix.weights.band}" if fix.weights.band else f"up to {fix.weights.cap}"
+        words.append(f"importance weights of {fix.weights.level}s {bound}")
+    words += [f"rejection {rejection.__struct_config__.tag}" for rejection in fix.rejections]
+    if settings.kl is not None:
+        words.append(f"KL {settings.kl.coefficient:g} in the {settings.kl.place}")
+    names = [str(table.__struct_config__.tag) for table in (settings.advantage, settings.loss)]
+    own = f" in the step {settings.step}" if settings.step else ""
+    return f"algorithm: {names[0]} with {names[1]}{own}, {', '.join(words)}"
+
+
+PROXIMAL = {
+    "behaviour": "policy that sampled",
+    "recompute": "policy before the step",
+    "loglinear": "policy between sampler and step",
+}
 
 
 def problems(config: Config) -> Iterator[str]:

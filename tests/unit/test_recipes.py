@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from async_rl.cli.check import facts
 from async_rl.config import bounds, load, parse
 from async_rl.config.consistency import algorithm_problems
 from async_rl.data import TaskStream, held_out_tasks
@@ -47,6 +48,8 @@ def test_a_preset_goes_with_the_quickstart(preset: Path) -> None:
     for table in ("advantage", "loss"):
         if table in changed:
             assert getattr(config.algorithm, table).__struct_config__.tag == changed[table]["kind"]
+            (told,) = [line for line in facts(config) if line.startswith("algorithm: ")]
+            assert changed[table]["kind"] in told
 
 
 def test_every_preset_that_is_promised_is_there() -> None:
