@@ -282,14 +282,19 @@ def _train_critic(batch: Batch, roles: Roles, returns: Tensor, sizes: list[int])
         for _ in range(config.algorithm.critic.epochs)
         for part in mini_batches(batch.samples, sizes, config.batch.mini_batches)
     ]
-    inside = batch.members.loss
-    spread = returns[inside].var(correction=0)
-    unexplained = (returns - values)[inside].var(correction=0)
     return {
         "value_loss": sum(one.loss for one in made) / len(made),
         "value_clipped": sum(one.clipped for one in made) / len(made),
-        "value_explained": float(1 - unexplained / spread) if spread > 0 else 0.0,
+        "value_explained": explained(values, returns, batch.members.loss),
     }
+
+
+def explained(values: Tensor, returns: Tensor, loss: Tensor) -> float:
+    """Share of the variance of the returns [A] over the tokens in the loss that the values explain; 0 without any."""
+    if loss.sum() < 2:
+        return 0.0
+    spread, left = (x[loss].var(correction=0) for x in (returns, returns - values))
+    return float(1 - left / spread) if spread > 0 else 0.0
 
 
 def _adapt(batch: Batch, roles: Roles) -> dict[str, float]:

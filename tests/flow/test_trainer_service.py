@@ -437,8 +437,14 @@ def test_the_buffer_is_told_from_which_checkpoint_on_it_must_keep_the_draws(tmp_
 def test_a_checkpoint_that_is_damaged_is_put_aside_and_the_one_before_it_taken(tmp_path, caplog):
     events, buffer = [], Buffer([], batches=3)
     buffer.events = events
+
+    async def until_the_checkpoint_of_3(service):
+        while len(buffer.checkpoints) < 3:
+            await asyncio.sleep(0.01)
+        raise Killed
+
     with pytest.raises(Killed):
-        run(configuration(tmp_path), buffer, Relay(events, tmp_path), kill_at(events, "publish 3"))
+        run(configuration(tmp_path), buffer, Relay(events, tmp_path), until_the_checkpoint_of_3)
     path = tmp_path / "runs" / "scripted" / "checkpoints" / "step-00000003" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
