@@ -153,7 +153,6 @@ def answers(number: int) -> dict[str, np.ndarray]:
         function = core_algos.get_policy_loss_fn(theirs)
         mode = "seq-mean-token-mean" if ours in ("gspo", "sapo", "gmpo") else "token-mean"
         settings = actor() if not ours.startswith("dppo") else actor(clip_ratio_c=20.0)
-        # one of its losses writes into what it is given
         put(
             ours,
             ask(lp, lambda x, f=function, m=mode, c=settings: f(given["old"], x, given["advantages"], mask, m, c)[0]),
