@@ -1,12 +1,12 @@
 """One step of training, as a dataflow over named roles:
 
-    batch_of        the draw as tensors: rewards, votes, loss masks
-    with_reference  log-probabilities of the reference policy; the KL that is a part of the reward
-    advantages      the estimator, given what it asks the roles for
-    update          mini-batches x epochs optimizer updates of the policy, and of the roles that learn beside it
+    batch_of    the draw as tensors: rewards, votes, loss masks
+    with_roles  what the reference and the critic say of it; the KL that is a part of the reward
+    advantages  the estimator, given what it asks the roles for
+    update      mini-batches x epochs optimizer updates of the policy, and of the roles that learn beside it
 
-`learn` is these three after another. Your own, named by algorithm.step, is a function of the same form that uses
-them as it likes. Pure of sockets and clocks; the service calls it in a thread of its own.
+`learn` is the last two. Your own, named by algorithm.step, is a function of the same form: it gets the same batch and
+uses them as it likes. Pure of sockets and clocks; the service calls it in a thread of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +30,7 @@ from async_rl.config.modes import bounds, correction
 from async_rl.config.schema import Config
 from async_rl.errors import InvariantError, UserError
 from async_rl.protocol.buffer import Drawn, DrawnMember
+from async_rl.services.trainer.critic import Critic
 from async_rl.services.trainer.masks import Masked, loss_mask, require_bound
 from async_rl.services.trainer.network import sum_pi_squared
 from async_rl.services.trainer.objective import Objective
@@ -52,20 +53,21 @@ class Batch:
     @cached_property
     def behaviour(self) -> Tensor:
         """[A] float64, as sampled; 0 where that is not finite."""
-        return torch.cat([sample.behaviour for sample in self.samples]).double()
+        return self.column("behaviour").double()
 
     @cached_property
     def finite(self) -> Tensor:
         """[A] bool"""
-        return torch.cat([sample.finite for sample in self.samples])
+        return self.column("finite")
 
-    def per_member(self, values: Tensor) -> tuple[Tensor, ...]:
-        """[A] cut into the parts of the members."""
-        return torch.split(values, self.members.lengths.tolist())
+    def column(self, name: str) -> Tensor:
+        """[A] of Sample's column `name`, which all samples have."""
+        return torch.cat([getattr(sample, name) for sample in self.samples])
 
     def given(self, **columns: Tensor) -> "Batch":
         """With columns of Sample ("reference", "old", ...) of these values [A]."""
-        parts = {name: self.per_member(values) for name, values in columns.items()}
+        lengths = self.members.lengths.tolist()
+        parts = {name: torch.split(values, lengths) for name, values in columns.items()}
         own: list[dict[str, Any]] = [{name: part[k] for name, part in parts.items()} for k in range(len(self.samples))]
         return replace(self, samples=[replace(s, **given) for s, given in zip(self.samples, own, strict=True)])
 
@@ -80,22 +82,21 @@ class StepResult:
     figures: dict[str, float]  # of the other roles, by name
 
 
+KEY = "algorithm.step"
+
+
 def train_step(drawn: Drawn, roles: Roles, config: Config) -> StepResult:
     """Train `roles.policy` on `drawn` by the run's dataflow."""
     own = config.algorithm.step
     flow: Callable[[Batch, Roles], StepResult] = learn if own is None else load(KEY, own, "step(batch, roles)")
-    result = flow(batch_of(drawn, config), roles)
+    result = flow(with_roles(batch_of(drawn, config), roles), roles)
     if not isinstance(result, StepResult):
         raise UserError(f"{KEY} = '{own}' returned {type(result).__name__}, not the StepResult of `update`")
     return result
 
 
-KEY = "algorithm.step"
-
-
 def learn(batch: Batch, roles: Roles) -> StepResult:
     """The dataflow of every built-in algorithm."""
-    batch = with_reference(batch, roles)
     return update(batch, roles, advantages(batch, roles))
 
 
@@ -163,9 +164,11 @@ def judge(drawn: Drawn, config: Config) -> list[Masked]:
 # --- what the roles say ------------------------------------------------------------------------------
 
 
-def with_reference(batch: Batch, roles: Roles) -> Batch:
-    """The reference's log-probabilities, and, with kl.place = "reward", the KL to it in the token rewards. Without
-    a reference `batch` as it is."""
+def with_roles(batch: Batch, roles: Roles) -> Batch:
+    """With the critic's values and the reference's log-probabilities, and, where kl.place = "reward", the KL to that
+    one in the token rewards; what there is no role for is left out."""
+    if roles.critic is not None:
+        batch = batch.given(values=roles.critic.values(batch.samples))
     if roles.reference is None:
         return batch
     reference = roles.reference.logprobs(batch.samples)
@@ -212,8 +215,7 @@ def _asked(batch: Batch, roles: Roles, needs: Sequence[Need]) -> dict[str, Any]:
         greedy = [group.greedy.score.reward if group.greedy is not None else None for group in batch.drawn.groups]
         found["greedy"] = torch.tensor([float("nan") if r is None else r for r in greedy], dtype=torch.float64)
     if "values" in needs:
-        assert roles.critic is not None
-        found["values"] = roles.critic.values(batch.samples)
+        found["values"] = batch.column("values")
     if "old" in needs or "sum_pi_squared" in needs:
         policy = roles.policy
         found["old"], found["sum_pi_squared"] = policy.read(
@@ -231,8 +233,7 @@ def _asked(batch: Batch, roles: Roles, needs: Sequence[Need]) -> dict[str, Any]:
             found["weights"] = importance_weights(log_r, members.loss, members.sequence, len(members.lengths), weights)
     if "implicit" in needs:
         assert roles.reward_model is not None
-        reference = torch.cat([sample.reference for sample in batch.samples if sample.reference is not None])
-        found["implicit"] = roles.reward_model.logprobs(batch.samples) - reference
+        found["implicit"] = roles.reward_model.logprobs(batch.samples) - batch.column("reference")
     return found
 
 
@@ -251,7 +252,7 @@ def update(batch: Batch, roles: Roles, estimate: Estimate) -> StepResult:
     figures: dict[str, float] = {}
     sizes = [len(group.members) for group in batch.drawn.groups]
     if roles.critic is not None and estimate.returns is not None:
-        figures |= _train_critic(batch, roles, estimate.returns, sizes)
+        figures |= _train_critic(batch, roles.critic, estimate.returns, sizes)
     updates: list[Update] = []
     if roles.critic is None or batch.drawn.step >= settings.critic.warmup_steps:
         objective = Objective.of(config, roles.kl if settings.kl is not None and settings.kl.place == "loss" else 0.0)
@@ -272,11 +273,8 @@ def update(batch: Batch, roles: Roles, estimate: Estimate) -> StepResult:
     return StepResult(batch.masks, int(zero_variance(batch.members).sum()), updates, figures)
 
 
-def _train_critic(batch: Batch, roles: Roles, returns: Tensor, sizes: list[int]) -> dict[str, float]:
-    critic, config = roles.critic, batch.config
-    assert critic is not None
-    values = critic.values(batch.samples)
-    batch = batch.given(values=values, returns=returns)
+def _train_critic(batch: Batch, critic: Critic, returns: Tensor, sizes: list[int]) -> dict[str, float]:
+    config, batch = batch.config, batch.given(returns=returns)
     made = [
         critic.update(part)
         for _ in range(config.algorithm.critic.epochs)
@@ -285,7 +283,7 @@ def _train_critic(batch: Batch, roles: Roles, returns: Tensor, sizes: list[int])
     return {
         "value_loss": sum(one.loss for one in made) / len(made),
         "value_clipped": sum(one.clipped for one in made) / len(made),
-        "value_explained": explained(values, returns, batch.members.loss),
+        "value_explained": explained(batch.column("values"), returns, batch.members.loss),
     }
 
 
@@ -302,9 +300,8 @@ def _adapt(batch: Batch, roles: Roles) -> dict[str, float]:
     of the next step follows."""
     settings = batch.config.algorithm.kl
     assert settings is not None
-    reference = torch.cat([sample.reference for sample in batch.samples if sample.reference is not None])
     inside = batch.members.loss & batch.finite
-    kl = float((batch.behaviour - reference)[inside].mean()) if inside.any() else 0.0
+    kl = float((batch.behaviour - batch.column("reference"))[inside].mean()) if inside.any() else 0.0
     figures = {"reference_kl": kl, "kl_coefficient": roles.kl}
     roles.kl = adapted(roles.kl, kl, len(batch.samples), settings)
     return figures

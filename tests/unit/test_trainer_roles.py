@@ -17,7 +17,7 @@ from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.reward_model import RewardModel
 from async_rl.services.trainer.roles import Roles
-from async_rl.services.trainer.step import batch_of, learn, train_step, update
+from async_rl.services.trainer.step import batch_of, learn, train_step, update, with_roles
 from tests.unit.trainer_material import (
     VOCABULARY,
     configuration,
@@ -201,7 +201,7 @@ def test_a_kl_in_the_reward_changes_the_advantages_and_not_the_loss():
     config = configuration(**tables, algorithm={"kl": kl})
     roles = roles_of(config)
     batch = batch_of(some_draw(), config)
-    result = learn(batch, roles)
+    result = learn(with_roles(batch, roles), roles)
     assert result.figures["kl_coefficient"] == 0.5
     objective = Objective.of(config, 0.0)
     assert objective.kl == 0.0
@@ -306,6 +306,28 @@ def test_a_step_of_ones_own_replaces_the_dataflow(tmp_path, monkeypatch):
         train_step(some_draw(), roles_of(wrong), wrong)
 
 
+@pytest.mark.parametrize("algorithm", [{"kl": {"coefficient": 0.1}}, {"advantage": "gae"}, {"advantage": "prime"}])
+def test_a_step_of_ones_own_gets_what_the_roles_say(tmp_path, monkeypatch, algorithm):
+    (tmp_path / "plain_step.py").write_text("from async_rl.services.trainer.step import learn as step\n")
+    monkeypatch.chdir(tmp_path)
+    base = {"batch": {"groups": 3, "group_size": SIZE}}
+    figures = []
+    for given in (algorithm, algorithm | {"step": "plain_step:step"}):
+        config = configuration(**base, algorithm=given)
+        seen, result = gradients_of(some_draw(), roles_of(config), config)
+        figures.append((result.figures, result.updates[0].loss, float(sum(g.abs().sum() for g in seen.values()))))
+    assert figures[0] == figures[1]
+
+
+def test_the_values_of_a_step_are_read_once():
+    config = configuration(batch={"groups": 3, "group_size": SIZE}, algorithm={"advantage": "gae"})
+    roles, reads = roles_of(config), []
+    read = roles.critic.values
+    roles.critic.values = lambda samples: reads.append(len(samples)) or read(samples)
+    train_step(some_draw(), roles, config)
+    assert reads == [3 * SIZE]
+
+
 def test_rejected_tokens_leave_the_denominator():
     """M2PO at a bound that nothing passes but the most likely tokens; what is left is an update of its own."""
     base = {"batch": {"groups": 3, "group_size": SIZE}}
@@ -315,7 +337,7 @@ def test_rejected_tokens_leave_the_denominator():
     )
     roles = roles_of(config)
     batch = batch_of(some_draw(), config)
-    result = learn(batch, roles)
+    result = learn(with_roles(batch, roles), roles)
     (made,) = result.updates
     trained = sum(sample.trained for sample in batch.samples)
     assert 0 < made.rejected < trained
