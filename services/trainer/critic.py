@@ -47,10 +47,8 @@ class Critic(Trained):
             part = torch.where(pack.loss, made.values, 0.0).sum() / max(tokens, 1)
             return part, torch.stack([part, made.clipped[pack.loss].sum()])
 
-        sums = self.minimise([sample for sample in share if sample.trained], loss)
-        stepped = self.step()
-        total, clipped = self._ranks.sum_(sums if len(sums) else torch.zeros(2, dtype=torch.float64)).tolist()
-        return ValueUpdate(total, clipped / max(tokens, 1), stepped.gradient_norm)
+        total, clipped = self.minimise([sample for sample in share if sample.trained], loss, figures=2)
+        return ValueUpdate(total, clipped / max(tokens, 1), self.step().gradient_norm)
 
 
 def value_model(model: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from async_rl.algorithms.registry import AGGREGATIONS, PolicyLoss, Weigh, policy
 from async_rl.config.algorithms import Algorithm, Correction
 from async_rl.config.modes import correction
 from async_rl.config.schema import Config
-from async_rl.services.trainer.packing import Pack
+from async_rl.services.trainer.packing import Columns, Pack, columns
 from async_rl.services.trainer.ranks import Ranks
-from async_rl.services.trainer.samples import Sample
+from async_rl.services.trainer.samples import Sample, with_columns
 
 
 class Part(NamedTuple):
@@ -82,48 +82,21 @@ class Objective:
     def look_ahead(self, samples: Sequence[Sample], logprobs: Tensor, noise: Tensor) -> list[Sample]:
         """`samples` of a whole update with what its statistics decide: rejected tokens out of the loss, weights,
         the loss's choice. logprobs [A]: under the policy of now. noise [A]: in [0, 1)."""
-        lengths = [len(sample.action) for sample in samples]
-        tokens = self._tokens(
-            logprobs,
-            behaviour=torch.cat([sample.behaviour for sample in samples]),
-            finite=torch.cat([sample.finite for sample in samples]),
-            old=None if samples[0].old is None else torch.cat([s.old for s in samples if s.old is not None]),
-            lag=torch.cat([sample.lag for sample in samples]),
-            advantages=torch.cat([sample.advantages for sample in samples]),
-            loss=torch.cat([sample.loss for sample in samples]),
-            sequence=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),
-            sequences=len(samples),
-        )
+        tokens = self._tokens(logprobs, Columns(**columns(samples)))
         log_r, kept = self._log_r(tokens), tokens.loss
         for settings in self.correction.rejections:
             kept = kept & ~rejected(log_r, tokens.advantages, kept, tokens.sequence, tokens.sequences, settings)
         tokens = replace(tokens, loss=kept)
-        choose = self.policy_loss.choose
-        columns: list[tuple[Any, ...]] = [torch.split(kept, lengths)]
-        for column in (
-            None if self.correction.weights is None else self._weights(tokens, log_r),
-            None if choose is None else choose(tokens, self.settings.loss, noise),
-        ):
-            columns.append((None,) * len(samples) if column is None else torch.split(column, lengths))
-        return [
-            replace(sample, loss=loss, weights=weights, chosen=chosen)
-            for sample, loss, weights, chosen in zip(samples, *columns, strict=True)
-        ]
+        made = {"loss": kept}
+        if self.correction.weights is not None:
+            made["weights"] = self._weights(tokens, log_r)
+        if self.policy_loss.choose is not None:
+            made["chosen"] = self.policy_loss.choose(tokens, self.settings.loss, noise)
+        return with_columns(samples, made)
 
     def loss(self, pack: Pack, logprobs: Tensor, entropy: Tensor, totals: Totals) -> Part:
         """Of a micro-batch under the policy's log-probabilities [A], which carry the gradient, and entropies [A]."""
-        tokens = self._tokens(
-            logprobs,
-            behaviour=pack.behaviour,
-            finite=pack.finite,
-            old=pack.old,
-            lag=pack.lag,
-            advantages=pack.advantages,
-            loss=pack.loss,
-            sequence=pack.sequence,
-            sequences=pack.sequences,
-            chosen=pack.chosen,
-        )
+        tokens = self._tokens(logprobs, pack)
         made = self.policy_loss.evaluate(tokens, self.settings.loss)
         values, weights = made.values, torch.ones_like(logprobs)
         if self.correction.weights is not None:
@@ -142,39 +115,26 @@ class Objective:
         shares = self.weigh(mask, pack.sequence, pack.sequences, totals, self.horizon)
         return Part(weighted_sum(values, shares), made.clipped, reference_kl, weights)
 
-    def _tokens(
-        self,
-        logprobs: Tensor,
-        *,
-        behaviour: Tensor,
-        finite: Tensor,
-        old: Tensor | None,
-        lag: Tensor,
-        advantages: Tensor,
-        loss: Tensor,
-        sequence: Tensor,
-        sequences: int,
-        chosen: Tensor | None = None,
-    ) -> Tokens:
+    def _tokens(self, logprobs: Tensor, given: Columns) -> Tokens:
         """With the proximal policy that the correction names. A token whose behaviour is not known reads ratio 1."""
         now = logprobs.detach()
-        behaviour = torch.where(finite, behaviour.to(now.dtype), now)
+        behaviour = torch.where(given.finite, given.behaviour.to(now.dtype), now)
         match self.correction.proximal:
             case "behaviour":
                 proximal = behaviour
             case "recompute":  # of a step's only update the policy before it is that of now
-                proximal = now if old is None else old.to(now.dtype)
+                proximal = now if given.old is None else given.old.to(now.dtype)
             case "loglinear":
-                proximal = loglinear_old(behaviour, now, -lag, 0)
+                proximal = loglinear_old(behaviour, now, -given.lag, 0)
         return Tokens(
             logprobs=logprobs,
             old=proximal,
             behaviour=behaviour,
-            advantages=advantages.to(now.dtype),
-            loss=loss,
-            sequence=sequence,
-            sequences=sequences,
-            chosen=chosen,
+            advantages=given.advantages.to(now.dtype),
+            loss=given.loss,
+            sequence=given.sequence,
+            sequences=given.sequences,
+            chosen=given.chosen,
         )
 
     def _log_r(self, tokens: Tokens) -> Tensor:

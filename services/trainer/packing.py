@@ -20,12 +20,29 @@ from torch import Tensor
 from async_rl.errors import InvariantError
 from async_rl.services.trainer.samples import Sample
 
-ADDED = ("old", "reference", "weights", "chosen", "values", "returns")
-"""Columns of a Sample that are there where the algorithm asks for them."""
+
+@dataclass(frozen=True)
+class Columns:
+    """What is known of the A action tokens of S whole trajectories, one after the other, as in Sample. The columns
+    that a step adds are there where its algorithm asks for them."""
+
+    sequence: Tensor  # [A] int64, 0..S-1
+    sequences: int
+    behaviour: Tensor  # [A] float32
+    finite: Tensor  # [A] bool
+    loss: Tensor  # [A] bool
+    lag: Tensor  # [A] int64
+    advantages: Tensor  # [A] float32
+    old: Tensor | None  # [A], as the rest
+    reference: Tensor | None
+    weights: Tensor | None
+    chosen: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
 
 
 @dataclass(frozen=True)
-class Pack:
+class Pack(Columns):
     """S trajectories in a row of T tokens, A of their tokens sampled, E tokens with each prompt repeated."""
 
     input_ids: Tensor  # [1, T] int64
@@ -36,20 +53,7 @@ class Pack:
     max_length: int
     predict: Tensor  # [A] int64, where in the row the logits of each action token stand
     targets: Tensor  # [A] int64, the action tokens
-    sequence: Tensor  # [A] int64, 0..S-1
-    sequences: int
-    behaviour: Tensor  # [A] float32
-    finite: Tensor  # [A] bool
-    loss: Tensor  # [A] bool
-    lag: Tensor  # [A] int64
-    advantages: Tensor  # [A] float32
     survivors: Tensor | None  # [A, k] int64, -1 padded
-    old: Tensor | None  # [A], as the rest
-    reference: Tensor | None
-    weights: Tensor | None
-    chosen: Tensor | None
-    values: Tensor | None
-    returns: Tensor | None
     outcomes: Tensor  # [S] float32
     numbers: list[int]  # of the S trajectories, as in Sample
 
@@ -120,8 +124,8 @@ def pack(samples: Sequence[Sample]) -> Pack:
             row.append(own)
             lengths.append(shared + len(own))
             placed += len(own)
-    counts = torch.tensor([len(sample.action) for sample in ordered])
     return Pack(
+        **columns(ordered),
         input_ids=torch.cat(row)[None],
         position_ids=torch.cat(positions)[None],
         expand=torch.cat(expand),
@@ -130,18 +134,20 @@ def pack(samples: Sequence[Sample]) -> Pack:
         max_length=max(lengths),
         predict=torch.cat(predict),
         targets=torch.cat([sample.tokens[sample.action] for sample in ordered]),
-        sequence=torch.arange(len(ordered)).repeat_interleave(counts),
-        sequences=len(ordered),
-        behaviour=torch.cat([sample.behaviour for sample in ordered]),
-        finite=torch.cat([sample.finite for sample in ordered]),
-        loss=torch.cat([sample.loss for sample in ordered]),
-        lag=torch.cat([sample.lag for sample in ordered]),
-        advantages=torch.cat([sample.advantages for sample in ordered]),
         survivors=_survivors([sample.survivors for sample in ordered]),
         outcomes=torch.tensor([sample.outcome for sample in ordered]),
         numbers=[sample.number for sample in ordered],
-        **{name: _column(ordered, name) for name in ADDED},
     )
+
+
+def columns(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The fields of Columns of `samples`, in their order."""
+    counts = torch.tensor([len(sample.action) for sample in samples])
+    found: dict[str, Any] = {
+        "sequence": torch.arange(len(samples)).repeat_interleave(counts),
+        "sequences": len(samples),
+    }
+    return {f.name: found[f.name] if f.name in found else _column(samples, f.name) for f in fields(Columns)}
 
 
 def _tokens(family: Sequence[Sample]) -> int:

@@ -62,10 +62,9 @@ class Policy(Trained):
             figures = [part.loss, inside.sum(), entropy[inside].sum(), part.clipped[inside].sum()]
             return part.loss, torch.stack([*figures, part.reference_kl[inside].sum(), part.weights[inside].sum()])
 
-        sums = self.minimise([sample for sample in share if objective.needs_pass(sample)], loss)
+        passed = [sample for sample in share if objective.needs_pass(sample)]
+        total, tokens, entropy, clipped, reference_kl, weight = self.minimise(passed, loss, figures=6)
         stepped = self.step()
-        sums = self._ranks.sum_(sums if len(sums) else torch.zeros(6, dtype=torch.float64))
-        total, tokens, entropy, clipped, reference_kl, weight = sums.tolist()
         return Update(
             loss=total,
             tokens=int(tokens),

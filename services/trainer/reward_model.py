@@ -45,7 +45,5 @@ class RewardModel(Trained):
             part = outcome_loss(sums, pack.outcomes.double(), self._beta).sum() / max(count, 1)
             return part, torch.stack([part, ((sums > 0) == (pack.outcomes > 0.5)).sum()])
 
-        figures = self.minimise(share, loss)
-        stepped = self.step()
-        total, right = self._ranks.sum_(figures if len(figures) else torch.zeros(2, dtype=torch.float64)).tolist()
-        return OutcomeUpdate(total, right / max(count, 1), stepped.gradient_norm)
+        total, right = self.minimise(share, loss, figures=2)
+        return OutcomeUpdate(total, right / max(count, 1), self.step().gradient_norm)

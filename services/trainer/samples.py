@@ -1,6 +1,8 @@
 """The trajectories of a draw as the tensors that the update works on."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +73,14 @@ def sample_of(trajectory: Trajectory, mask: Masked) -> Sample:
         advantages=torch.zeros(len(positions)),
         survivors=_survivors(trajectory, positions),
     )
+
+
+def with_columns(samples: Sequence[Sample], columns: dict[str, Tensor]) -> list[Sample]:
+    """`samples` with columns of these names; a column is [A], the action tokens of all samples in their order."""
+    lengths = [len(sample.action) for sample in samples]
+    parts = {name: torch.split(values, lengths) for name, values in columns.items()}
+    own: list[dict[str, Any]] = [{name: part[k] for name, part in parts.items()} for k in range(len(samples))]
+    return [replace(sample, **given) for sample, given in zip(samples, own, strict=True)]
 
 
 def _survivors(trajectory: Trajectory, positions: np.ndarray) -> Tensor | None:

@@ -36,7 +36,7 @@ from async_rl.services.trainer.network import sum_pi_squared
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.policy import Update
 from async_rl.services.trainer.roles import Roles
-from async_rl.services.trainer.samples import Sample, sample_of
+from async_rl.services.trainer.samples import Sample, sample_of, with_columns
 from async_rl.user_code import load
 
 
@@ -66,10 +66,7 @@ class Batch:
 
     def given(self, **columns: Tensor) -> "Batch":
         """With columns of Sample ("reference", "old", ...) of these values [A]."""
-        lengths = self.members.lengths.tolist()
-        parts = {name: torch.split(values, lengths) for name, values in columns.items()}
-        own: list[dict[str, Any]] = [{name: part[k] for name, part in parts.items()} for k in range(len(self.samples))]
-        return replace(self, samples=[replace(s, **given) for s, given in zip(self.samples, own, strict=True)])
+        return replace(self, samples=with_columns(self.samples, columns))
 
 
 @dataclass(frozen=True)

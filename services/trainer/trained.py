@@ -49,17 +49,19 @@ class Trained(Network):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = _adamw(self._parameters, settings)
 
-    def minimise(self, samples: Sequence[Sample], loss: Callable[[Pack, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Backward passes over this rank's share of `samples`: the gradient of the sum of `loss`, which gives for a
-        micro-batch and its logits its part of the loss, and figures [K]. The figures, summed, on all ranks."""
-        sums = torch.zeros(0, dtype=torch.float64)
-        for pack in packs(samples, self._capacity):
+    def minimise(
+        self, share: Sequence[Sample], loss: Callable[[Pack, Tensor], tuple[Tensor, Tensor]], figures: int
+    ) -> list[float]:
+        """Backward passes over this rank's `share`: the gradient of the sum of `loss`, which gives for a micro-batch
+        and its logits its part of the loss, and so many figures. The figures, summed over all ranks."""
+        sums = torch.zeros(figures, dtype=torch.float64)
+        for pack in packs(share, self._capacity):
             pack = pack.to(self.model.device)
-            part, figures = loss(pack, self.logits(pack))
+            part, of_pack = loss(pack, self.logits(pack))
             part.backward()  # type: ignore[no-untyped-call]
-            figures = figures.detach().to("cpu", torch.float64)
-            sums = figures if not len(sums) else sums + figures
-        return sums
+            sums += of_pack.detach().to("cpu", torch.float64)
+        found: list[float] = self._ranks.sum_(sums).tolist()
+        return found
 
     def share(self, samples: Sequence[Sample]) -> list[Sample]:
         """Those of this rank."""
