@@ -13,8 +13,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-StopReason = Literal["eos", "length", "context"]
-"""`eos`: the model ended; `length`: max_new_tokens reached; `context`: the model's context was full."""
+StopReason = Literal["eos", "length", "context", "turns", "tokens", "deadline", "invalid"]
+"""`eos`: the model ended; `length`: max_new_tokens reached; `context`: the model's context was full. Of an episode also
+the cap that ended it: on turns, on tokens, on time, on malformed turns in a row."""
+
+ToolStatus = Literal["ok", "error", "malformed", "timeout"]
+"""`error`: the tool raised; `malformed`: no call to be carried out; `timeout`: ended from outside."""
 
 ScoreStatus = Literal["graded", "unparsed", "timeout", "abstained", "failed"]
 """`graded`, `unparsed` and `timeout` are the policy's doing and vote with their reward; `abstained` (the
@@ -43,6 +47,12 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer: str | None = None
     metadata: dict[str, Any] = {}  # JSON values, handed to the grader
 
+    def chat(self) -> list[dict[str, Any]]:
+        """The prompt as messages, a list of one's own; plain text is one of the user."""
+        if self.messages is None:
+            return [{"role": "user", "content": self.prompt or ""}]
+        return [{"role": m.role, "content": m.content} for m in self.messages]
+
     @property
     def text(self) -> str:
         """The prompt as a person reads it."""
@@ -51,26 +61,19 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "\n".join(f"{m.role}: {m.content}" for m in self.messages or [])
 
 
-class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One sampled completion, T tokens of prompt and completion together."""
+class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """T tokens as the model read and sampled them, one behind the other."""
 
     tokens: np.ndarray  # [T] int32
     action: np.ndarray  # [T] bool, True where the policy sampled the token
     logprobs: np.ndarray  # [T] float32, behaviour log-probability (log_softmax(z / T)), 0 where not action
     versions: Spans  # of the action tokens, in order; counts add up to action.sum()
-    stop: StopReason
-    text: str  # the completion decoded for graders and people; never encoded again
     survivors: np.ndarray | None = None  # [A, k] int32, ids that top_p / top_k kept per action token, -1 padded
 
     @property
-    def oldest_version(self) -> int:
-        return min(version for version, _ in self.versions)
-
-    @property
-    def nbytes(self) -> int:
-        """Of its arrays."""
-        survivors = 0 if self.survivors is None else self.survivors.nbytes
-        return self.tokens.nbytes + self.action.nbytes + self.logprobs.nbytes + survivors
+    def actions(self) -> int:
+        """A: tokens that the policy sampled."""
+        return int(np.count_nonzero(self.action))
 
     def problems(self) -> str | None:
         """What is wrong with the shapes, or None."""
@@ -78,12 +81,69 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if length < 1 or self.action.shape != (length,) or self.logprobs.shape != (length,):
             return f"tokens {self.tokens.shape}, action {self.action.shape}, logprobs {self.logprobs.shape} differ"
         counted = sum(count for _, count in self.versions)
-        actions = int(np.count_nonzero(self.action))
+        actions = self.actions
         if counted != actions or any(count < 1 or version < 0 for version, count in self.versions):
             return f"versions {self.versions} do not cover the {actions} action tokens"
         if actions < 1:
             return "no action token"
         return None
+
+
+class ToolUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call of an episode, as it went."""
+
+    name: str
+    status: ToolStatus
+    wall_s: float
+
+
+class Trajectory(Sequence, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One member of a group: a completion, or an episode of many turns.
+
+    An episode that went back to an earlier point, or asked in parallel, has `branches`: whole sequences, in which the
+    tokens that another one has sampled already are no actions, so that they enter the loss once.
+    """
+
+    stop: StopReason
+    text: str  # the last completion decoded for graders and people; never encoded again
+    branches: list[Sequence] = []
+    turns: int = 1  # completions sampled
+    tools: list[ToolUse] = []
+    reward: float | None = None  # what the episode itself gave
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [self, *self.branches]
+
+    @property
+    def spans(self) -> Spans:
+        """Versions of the action tokens of all sequences, in their order."""
+        return [span for sequence in self.sequences for span in sequence.versions]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(version for version, _ in self.spans)
+
+    @property
+    def sampled(self) -> int:
+        """Action tokens of all sequences."""
+        return sum(count for _, count in self.spans)
+
+    @property
+    def behaviour(self) -> np.ndarray:
+        """[A] float32, log-probabilities of the action tokens of all sequences, in their order."""
+        return np.concatenate([sequence.logprobs[sequence.action] for sequence in self.sequences])
+
+    @property
+    def nbytes(self) -> int:
+        """Of its arrays."""
+        arrays = [a for s in self.sequences for a in (s.tokens, s.action, s.logprobs, s.survivors) if a is not None]
+        return sum(array.nbytes for array in arrays)
+
+    def problems(self) -> str | None:
+        """What is wrong with the shapes of any sequence, or None."""
+        found = (Sequence.problems(sequence) for sequence in self.sequences)
+        return next((problem for problem in found if problem), None)
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,9 +160,9 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def token_versions(trajectory: Trajectory) -> np.ndarray:
-    """[A] int64: the version that sampled each action token, in order."""
-    versions = [version for version, _ in trajectory.versions]
-    counts = [count for _, count in trajectory.versions]
+    """[A] int64: the version that sampled each action token of all sequences, in their order."""
+    versions = [version for version, _ in trajectory.spans]
+    counts = [count for _, count in trajectory.spans]
     return np.repeat(np.asarray(versions, dtype=np.int64), np.asarray(counts, dtype=np.int64))
 
 

@@ -22,7 +22,7 @@ def unfit_trajectory(group: Group, lease: Lease, trajectory: Trajectory, *, newe
     wrong = trajectory.problems()
     if wrong is not None:
         return wrong
-    versions = sorted({version for version, _ in trajectory.versions})
+    versions = sorted({version for version, _ in trajectory.spans})
     for version in (versions[0], versions[-1]):
         wrong = unfit_version(lease, version, newest=newest, exact=group.exact_version)
         if wrong is not None:

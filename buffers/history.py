@@ -166,16 +166,16 @@ def members(archive: Archive, found: History) -> Iterator[str]:
         except JournalDamaged as error:
             yield f"member {member}: {score}{fate}, damaged: {error}"
             continue
-        sampled = int(trajectory.action.sum())
-        prompt = len(trajectory.tokens) - sampled
+        read = sum(len(sequence.tokens) - sequence.actions for sequence in trajectory.sequences)
+        turns = f" in {trajectory.turns} turns" if trajectory.turns > 1 else ""
         yield (
-            f"member {member}: {score}{fate}, {prompt} + {sampled} tokens, versions {_spans(trajectory)}, "
-            f"ended by {trajectory.stop}: {trajectory.text!r}"
+            f"member {member}: {score}{fate}, {read} + {trajectory.sampled} tokens{turns}, "
+            f"versions {_spans(trajectory)}, ended by {trajectory.stop}: {trajectory.text!r}"
         )
 
 
 def _spans(trajectory: Trajectory) -> str:
-    return ", ".join(f"{version} (x{count})" for version, count in trajectory.versions)
+    return ", ".join(f"{version} (x{count})" for version, count in trajectory.spans)
 
 
 def _score(score: Score) -> str:

@@ -91,9 +91,8 @@ class MemoryStore:
 
 
 def outline(trajectory: Trajectory, place: Place) -> Outline:
-    versions = [version for version, _ in trajectory.versions]
-    tokens = sum(count for _, count in trajectory.versions)
-    return Outline(min(versions), max(versions), tokens, trajectory.stop == "length", place)
+    versions = [version for version, _ in trajectory.spans]
+    return Outline(min(versions), max(versions), trajectory.sampled, trajectory.stop != "eos", place)
 
 
 def kept_draw(

@@ -64,15 +64,22 @@ def shown(trajectory: Trajectory, decode: Decode | None) -> Iterator[str]:
     prompt = trajectory.tokens[: sampled[0]].tolist()
     yield f"prompt: {prompt if decode is None else repr(decode(prompt))}"
     yield f"completion: {trajectory.text!r}, ended by {trajectory.stop}"
-    yield "place      id  action  version  log-probability  text"
+    if trajectory.reward is not None:
+        yield f"reward of the episode: {trajectory.reward:g}"
+    for tool in trajectory.tools:
+        yield f"tool {tool.name}: {tool.status}, {tool.wall_s:.3f} s"
     versions = iter(token_versions(trajectory).tolist())
-    for place, token in enumerate(trajectory.tokens.tolist()):
-        text = "" if decode is None else repr(decode([token]))
-        if trajectory.action[place]:
-            figures = f"{'yes':6}  {next(versions):7}  {trajectory.logprobs[place]:15.4f}"
-        else:
-            figures = f"{'no':6}  {'-':>7}  {'-':>15}"
-        yield f"{place:5}  {token:6}  {figures}  {text}".rstrip()
+    for number, sequence in enumerate(trajectory.sequences):
+        if number:
+            yield f"branch {number}"
+        yield "place      id  action  version  log-probability  text"
+        for place, token in enumerate(sequence.tokens.tolist()):
+            text = "" if decode is None else repr(decode([token]))
+            if sequence.action[place]:
+                figures = f"{'yes':6}  {next(versions):7}  {sequence.logprobs[place]:15.4f}"
+            else:
+                figures = f"{'no':6}  {'-':>7}  {'-':>15}"
+            yield f"{place:5}  {token:6}  {figures}  {text}".rstrip()
 
 
 def _task(found: History) -> str:

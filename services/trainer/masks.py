@@ -22,7 +22,7 @@ Reason = Literal["voteless", "truncated", "stale", "nonfinite"]
 
 
 class Masked(NamedTuple):
-    """Of one trajectory with A action tokens."""
+    """Of one trajectory with A action tokens, those of its branches behind its own."""
 
     loss: np.ndarray  # [A] bool
     lag: np.ndarray  # [A] int64
@@ -55,7 +55,7 @@ def loss_mask(
         ("voteless", everything & (not score.votes)),
         ("truncated", everything & (cut and truncated == "mask")),
         ("stale", stale),
-        ("nonfinite", ~np.isfinite(trajectory.logprobs[trajectory.action])),
+        ("nonfinite", ~np.isfinite(trajectory.behaviour)),
     ]
     loss, left_out = everything.copy(), dict[Reason, int]()
     for reason, where in reasons:

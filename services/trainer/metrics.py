@@ -18,6 +18,7 @@ from async_rl.protocol.buffer import Drawn, EvaluationReport, SourceScore
 from async_rl.rundir import write_atomically
 from async_rl.services.trainer.masks import Reason
 from async_rl.services.trainer.step import StepResult, flat
+from async_rl.trajectory import StopReason, ToolStatus
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
@@ -71,8 +72,13 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     # lengths, in action tokens
     length_mean: float
     length_max: int
-    truncated_share: float
+    truncated_share: float  # of members that any limit ended
+    stops: dict[StopReason, float]  # share of the members by what ended them
     trained_tokens: int
+    # episodes
+    turns_mean: float
+    tools: dict[ToolStatus, int]  # tool calls by how they went
+    tool_wall_s: float | None  # mean of a call
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluation"):
@@ -166,6 +172,7 @@ def step_record(
     rewards = [m.score.reward for m in members if m.score.reward is not None]
     lags = np.concatenate([mask.lag[mask.loss] for mask in result.masks])
     lengths = [len(mask.loss) for mask in result.masks]
+    used = [tool for member in members for tool in member.trajectory.tools]
     left_out: Counter[Reason] = sum((Counter(mask.left_out) for mask in result.masks), start=Counter())
     passed = sum(update.tokens for update in result.updates)
     mismatch = result.updates[0].mismatch if result.updates else Mismatch.none()
@@ -216,7 +223,11 @@ def step_record(
         length_mean=sum(lengths) / len(lengths),
         length_max=max(lengths),
         truncated_share=sum(m.trajectory.stop != "eos" for m in members) / len(members),
+        stops={stop: n / len(members) for stop, n in Counter(m.trajectory.stop for m in members).items()},
         trained_tokens=len(lags),
+        turns_mean=sum(m.trajectory.turns for m in members) / len(members),
+        tools=dict(Counter(tool.status for tool in used)),
+        tool_wall_s=mean([tool.wall_s for tool in used]),
     )
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from async_rl.errors import InvariantError
 from async_rl.services.trainer.masks import Masked
+from async_rl.trajectory import Sequence as TokenSequence
 from async_rl.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One trajectory of T tokens, A of them sampled."""
+    """One sequence of a trajectory, T tokens, A of them sampled."""
 
     tokens: Tensor  # [T] int64
     action: Tensor  # [A] int64, positions of the sampled tokens
@@ -56,22 +57,29 @@ class Sample:
         return bool((self.advantages[self.loss] != 0).any())
 
 
-def sample_of(trajectory: Trajectory, mask: Masked) -> Sample:
-    """`trajectory` under its loss mask; its advantages are 0 so far."""
-    positions = np.flatnonzero(trajectory.action)
+def samples_of(trajectory: Trajectory, mask: Masked, outcome: float = 0.0) -> list[Sample]:
+    """One for each of its sequences, under its loss mask; their advantages are 0 so far."""
+    ends = np.cumsum([sequence.actions for sequence in trajectory.sequences])[:-1]
+    parts = zip(trajectory.sequences, np.split(mask.loss, ends), np.split(mask.lag, ends), strict=True)
+    return [_sample(sequence, loss, lag, outcome) for sequence, loss, lag in parts]
+
+
+def _sample(sequence: TokenSequence, loss: np.ndarray, lag: np.ndarray, outcome: float) -> Sample:
+    positions = np.flatnonzero(sequence.action)
     if positions[0] == 0:
         raise InvariantError("the first token of a trajectory is an action: nothing predicts it")
-    behaviour = trajectory.logprobs[positions].astype(np.float32)
+    behaviour = sequence.logprobs[positions].astype(np.float32)
     finite = np.isfinite(behaviour)
     return Sample(
-        tokens=torch.tensor(trajectory.tokens, dtype=torch.int64),
+        tokens=torch.tensor(sequence.tokens, dtype=torch.int64),
         action=torch.tensor(positions, dtype=torch.int64),
         behaviour=torch.tensor(np.where(finite, behaviour, 0.0), dtype=torch.float32),
         finite=torch.tensor(finite),
-        loss=torch.tensor(mask.loss),
-        lag=torch.tensor(mask.lag),
+        loss=torch.tensor(loss),
+        lag=torch.tensor(lag),
         advantages=torch.zeros(len(positions)),
-        survivors=_survivors(trajectory, positions),
+        survivors=_survivors(sequence, positions),
+        outcome=outcome,
     )
 
 
@@ -83,11 +91,11 @@ def with_columns(samples: Sequence[Sample], columns: dict[str, Tensor]) -> list[
     return [replace(sample, **given) for sample, given in zip(samples, own, strict=True)]
 
 
-def _survivors(trajectory: Trajectory, positions: np.ndarray) -> Tensor | None:
-    kept = trajectory.survivors
+def _survivors(sequence: TokenSequence, positions: np.ndarray) -> Tensor | None:
+    kept = sequence.survivors
     if kept is None:
         return None
-    sampled = trajectory.tokens[positions]
+    sampled = sequence.tokens[positions]
     if kept.shape[0] != len(positions) or not (kept == sampled[:, None]).any(axis=1).all():
         raise InvariantError("a sampled token is not among the survivors of top_p / top_k stored for it")
     return torch.tensor(kept, dtype=torch.int64)

@@ -12,7 +12,7 @@ uses them as it likes. Pure of sockets and clocks; the service calls it in a thr
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from async_rl.services.trainer.network import sum_pi_squared
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.policy import Update
 from async_rl.services.trainer.roles import Roles
-from async_rl.services.trainer.samples import Sample, sample_of, with_columns
+from async_rl.services.trainer.samples import Sample, samples_of, with_columns
 from async_rl.user_code import load
 
 
@@ -48,7 +48,7 @@ class Batch:
     config: Config
     members: Members
     masks: list[Masked]  # of each member
-    samples: list[Sample]
+    samples: list[Sample]  # the sequences of all members
 
     @cached_property
     def behaviour(self) -> Tensor:
@@ -67,6 +67,11 @@ class Batch:
     def given(self, **columns: Tensor) -> "Batch":
         """With columns of Sample ("reference", "old", ...) of these values [A]."""
         return replace(self, samples=with_columns(self.samples, columns))
+
+    def by_member(self) -> list[list[Sample]]:
+        """The samples of each member: one, and one for each branch of an episode."""
+        rest = iter(self.samples)
+        return [list(islice(rest, len(member.trajectory.sequences))) for member in flat(self.drawn)]
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,9 @@ def batch_of(drawn: Drawn, config: Config) -> Batch:
     masks = judge(drawn, config)
     members = statistics(drawn, masks, config)
     samples = [
-        replace(sample_of(member.trajectory, mask), outcome=member.score.reward or 0.0)
+        sample
         for member, mask in zip(flat(drawn), masks, strict=True)
+        for sample in samples_of(member.trajectory, mask, member.score.reward or 0.0)
     ]
     return Batch(drawn, config, members, masks, samples)
 
@@ -119,8 +125,8 @@ def statistics(drawn: Drawn, masks: Sequence[Masked], config: Config) -> Members
     """What advantages are estimated from, without what only some estimators ask for."""
     everyone = flat(drawn)
     sizes = torch.tensor([len(group.members) for group in drawn.groups])
-    positions = [np.flatnonzero(member.trajectory.action) for member in everyone]
-    lengths = torch.tensor([len(own) for own in positions])
+    positions = [np.flatnonzero(sequence.action) for member in everyone for sequence in member.trajectory.sequences]
+    lengths = torch.tensor([member.trajectory.sampled for member in everyone])
     votes = torch.tensor([m.score.votes for m in everyone])
     rewards = torch.tensor([m.score.reward or 0.0 for m in everyone], dtype=torch.float64)
     overlong = config.algorithm.overlong
@@ -253,14 +259,14 @@ def update(batch: Batch, roles: Roles, estimate: Estimate) -> StepResult:
     updates: list[Update] = []
     if roles.critic is None or batch.drawn.step >= settings.critic.warmup_steps:
         objective = Objective.of(config, roles.kl if settings.kl is not None and settings.kl.place == "loss" else 0.0)
-        samples = batch.samples
+        trained = batch.by_member()
         if settings.resample is not None:
             drawn_anew = resampled(batch.members, settings.resample, seed=[config.seed, batch.drawn.step])
-            samples = [samples[k] for k in drawn_anew.tolist()]
+            trained = [trained[k] for k in drawn_anew.tolist()]
         updates = [
             roles.policy.update(part, objective)
             for _ in range(config.batch.epochs)
-            for part in mini_batches(samples, sizes, config.batch.mini_batches)
+            for part in mini_batches(trained, sizes, config.batch.mini_batches)
         ]
     if roles.reward_model is not None:
         made = roles.reward_model.update(batch.samples)
@@ -275,7 +281,7 @@ def _train_critic(batch: Batch, critic: Critic, returns: Tensor, sizes: list[int
     made = [
         critic.update(part)
         for _ in range(config.algorithm.critic.epochs)
-        for part in mini_batches(batch.samples, sizes, config.batch.mini_batches)
+        for part in mini_batches(batch.by_member(), sizes, config.batch.mini_batches)
     ]
     return {
         "value_loss": sum(one.loss for one in made) / len(made),
@@ -300,12 +306,12 @@ def _adapt(batch: Batch, roles: Roles) -> dict[str, float]:
     inside = batch.members.loss & batch.finite
     kl = float((batch.behaviour - batch.column("reference"))[inside].mean()) if inside.any() else 0.0
     figures = {"reference_kl": kl, "kl_coefficient": roles.kl}
-    roles.kl = adapted(roles.kl, kl, len(batch.samples), settings)
+    roles.kl = adapted(roles.kl, kl, len(batch.masks), settings)
     return figures
 
 
-def mini_batches(samples: Sequence[Sample], group_sizes: Sequence[int], parts: int) -> list[list[Sample]]:
-    """`samples` cut into at most `parts` runs of whole groups, about equal in groups; none is empty."""
+def mini_batches(members: Sequence[list[Sample]], group_sizes: Sequence[int], parts: int) -> list[list[Sample]]:
+    """The samples of `members` in at most `parts` runs of whole groups, about equal in groups; none is empty."""
     groups = len(group_sizes)
     ends = [sum(group_sizes[: groups * part // parts]) for part in range(parts + 1)]
-    return [list(samples[a:b]) for a, b in pairwise(ends) if b > a]
+    return [list(chain.from_iterable(members[a:b])) for a, b in pairwise(ends) if b > a]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from async_rl.errors import InvariantError
 from async_rl.services.trainer.masks import Masked
 from async_rl.services.trainer.packing import first_fit_decreasing, pack, packs
-from async_rl.services.trainer.samples import sample_of
+from async_rl.services.trainer.samples import samples_of
 from tests.unit.trainer_material import random_samples, sample, trajectory
 
 
@@ -74,7 +74,7 @@ def test_an_action_that_nothing_predicts_is_an_error():
     t = trajectory([], [1, 2])
     everything = Masked(torch.ones(2, dtype=torch.bool).numpy(), torch.zeros(2).numpy(), {})
     with pytest.raises(InvariantError, match="nothing predicts it"):
-        sample_of(t, everything)
+        samples_of(t, everything)
 
 
 def test_survivors_of_all_or_of_none():
@@ -90,4 +90,4 @@ def test_a_sampled_token_must_be_among_its_survivors():
     t = trajectory([1], [2], survivors=torch.tensor([[3, -1]]).numpy())
     everything = Masked(torch.ones(1, dtype=torch.bool).numpy(), torch.zeros(1).numpy(), {})
     with pytest.raises(InvariantError, match="not among the survivors"):
-        sample_of(t, everything)
+        samples_of(t, everything)

@@ -36,8 +36,8 @@ def test_a_step_makes_mini_batches_times_epochs_updates():
 
 
 def test_mini_batches_are_whole_groups_and_none_is_empty():
-    assert mini_batches(list("aabbbcdd"), [2, 3, 1, 2], 2) == [list("aabbb"), list("cdd")]
-    assert mini_batches(list("aabb"), [2, 2], 3) == [list("aa"), list("bb")]
+    assert mini_batches([[c] for c in "aabbbcdd"], [2, 3, 1, 2], 2) == [list("aabbb"), list("cdd")]
+    assert mini_batches([[c] for c in "aabb"], [2, 2], 3) == [list("aa"), list("bb")]
 
 
 def test_a_rewarded_answer_becomes_more_likely():
