@@ -96,4 +96,4 @@ def policy_loss(settings: Table) -> PolicyLoss:
 
 
 def _tag(settings: Table) -> str:
-    return str(settings.__struct_config__.tag)
+    return settings.kind

@@ -9,16 +9,23 @@ from pathlib import Path
 
 from async_rl.actor.mailbox import refuse_public
 from async_rl.buffers.settings import Settings
+from async_rl.cli.engines import engine_problems
 from async_rl.config import Config, bounds, load
 from async_rl.config.algorithms import CustomAdvantage, CustomLoss
 from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.modes import correction
-from async_rl.config.schema import CustomGrader, FakeEngine
+from async_rl.config.schema import CustomGrader
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
 from async_rl.models import prepare
 from async_rl.user_code import load as load_function
+
+PROXIMAL = {
+    "behaviour": "policy that sampled",
+    "recompute": "policy before the step",
+    "loglinear": "policy between sampler and step",
+}
 
 
 def check(path: str, overrides: Sequence[str]) -> int:
@@ -62,25 +69,18 @@ def _algorithm_in_words(config: Config) -> str:
     if fix.weights is not None:
         bound = f"within {fix.weights.band}" if fix.weights.band else f"up to {fix.weights.cap}"
         words.append(f"importance weights of {fix.weights.level}s {bound}")
-    words += [f"rejection {rejection.__struct_config__.tag}" for rejection in fix.rejections]
+    words += [f"rejection {rejection.kind}" for rejection in fix.rejections]
     if settings.kl is not None:
         words.append(f"KL {settings.kl.coefficient:g} in the {settings.kl.place}")
-    names = [str(table.__struct_config__.tag) for table in (settings.advantage, settings.loss)]
+    names = [table.kind for table in (settings.advantage, settings.loss)]
     own = f" in the step {settings.step}" if settings.step else ""
     return f"algorithm: {names[0]} with {names[1]}{own}, {', '.join(words)}"
-
-
-PROXIMAL = {
-    "behaviour": "policy that sampled",
-    "recompute": "policy before the step",
-    "loglinear": "policy between sampler and step",
-}
 
 
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    basic = (_staleness, batch_problems, _algorithm, _groups, _sampling, _devices, _data, _model)
+    basic = (_staleness, batch_problems, _algorithm, _groups, engine_problems, _data, _model)
     for step in (*basic, _grader, _addresses, _memory):
         try:
             found = list(step(config))
@@ -123,30 +123,6 @@ def _algorithm(config: Config) -> Iterator[str]:
 def _groups(config: Config) -> Iterator[str]:
     Settings.of(config, tasks=None, held_out=len(config.data.held_out))
     yield from ()
-
-
-def _sampling(config: Config) -> Iterator[str]:
-    sampling, engine = config.sampling, config.rollout.engine
-    if (sampling.top_p < 1 or sampling.top_k) and isinstance(engine, FakeEngine):
-        yield (
-            f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}: the fake engine cannot tell which ids "
-            "survive truncation, so the trainer could not renormalise; use top_p = 1 and top_k = 0"
-        )
-
-
-def _devices(config: Config) -> Iterator[str]:
-    engine = config.rollout.engine
-    asked = {"trainer.device": config.trainer.device}
-    if not isinstance(engine, FakeEngine):
-        asked["rollout.engine.device"] = engine.device
-    for key, device in asked.items():
-        if device != "cpu":
-            import torch
-
-            try:
-                torch.empty(0, device=device)
-            except (RuntimeError, AssertionError) as error:
-                yield f"{key} = '{device}': {str(error).splitlines()[0]}"
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -14,3 +14,8 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every table: immutable, unknown keys refused."""
+
+    @property
+    def kind(self) -> str:
+        """Which one it is, of tables that `kind` tells apart."""
+        return str(self.__struct_config__.tag)

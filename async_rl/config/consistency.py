@@ -13,7 +13,7 @@ GROUPED = (GDPO, GRPOPassK, RLOO, OPO, GPG, MaxRL, PRIME)
 def algorithm_problems(config: Config) -> Iterator[str]:
     """One line each."""
     settings, limits, fix = config.algorithm, bounds(config), correction(config)
-    advantage, name = settings.advantage, settings.advantage.__struct_config__.tag
+    advantage, name = settings.advantage, settings.advantage.kind
     if isinstance(advantage, GROUPED) and config.batch.group_size == 1:
         yield f"algorithm.advantage.kind = '{name}' compares the members of a group: batch.group_size = 1 has none"
     if isinstance(advantage, GDPO) and not advantage.weights:

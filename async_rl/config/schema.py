@@ -170,6 +170,26 @@ class TransformersEngine(Table, frozen=True, tag_field="kind", tag="transformers
     device: str = "cpu"
 
 
+class VLLMEngine(Table, frozen=True, tag_field="kind", tag="vllm"):
+    """vLLM (AsyncLLM), on GPUs or on a CPU. It lives in an environment of its own: see `rollout.python`."""
+
+    max_requests: Positive = 128  # sequences decoded together
+    max_batch_tokens: Positive | None = None  # tokens of one forward pass; None: vLLM's default
+    context: Positive | None = None  # tokens of prompt and completion together; None: the model's
+    kv_cache_bytes: Positive | None = None  # None: on a CPU 1 GiB, on a GPU what gpu_memory leaves
+    gpu_memory: Fraction = 0.9  # share of the GPU's memory
+    tensor_parallel: Positive = 1
+    compile: bool = False  # torch.compile and CUDA graphs: faster, a minute and a half more at the start
+
+
+class SGLangEngine(Table, frozen=True, tag_field="kind", tag="sglang"):
+    """SGLang servers that run already, spoken to over HTTP; each is an engine of its own."""
+
+    urls: Annotated[list[str], Meta(min_length=1)]
+    context: Positive = 32768  # tokens of prompt and completion together, as the servers were started with
+    request_s: Seconds = 600.0  # until an answer must have come
+
+
 class FakeEngine(Table, frozen=True, tag_field="kind", tag="fake"):
     """No model: scripted latency, for tests of orchestration. Token text is the task's answer or noise."""
 
@@ -180,7 +200,7 @@ class FakeEngine(Table, frozen=True, tag_field="kind", tag="fake"):
     vocabulary: Positive = 64
 
 
-Engine = TransformersEngine | FakeEngine
+Engine = TransformersEngine | VLLMEngine | SGLangEngine | FakeEngine
 
 
 class Rollout(Table, frozen=True):
@@ -188,6 +208,7 @@ class Rollout(Table, frozen=True):
     engine: Engine = TransformersEngine()
     max_in_flight: Positive = 128  # trajectories a worker holds at once
     threads: Positive = 1
+    python: str = ""  # interpreter of the environment the workers run in; empty: that of the other services
 
 
 # --- reward ------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ class Role(Struct, frozen=True):
     service: str  # "rollout"
     index: int
     threads: int
+    python: str = sys.executable
 
     def command(self, run_toml: Path) -> list[str]:
         return [
-            sys.executable,
+            self.python,
             "-m",
             "async_rl.cli.main",
             "serve",
@@ -43,11 +44,12 @@ class Role(Struct, frozen=True):
 
 def roster(config: Config) -> list[Role]:
     """Every process of the run, in the order they are started."""
+    rollout, python = config.rollout, config.rollout.python or sys.executable
     return [
         Role("buffer", "buffer", 0, 1),
         Role("weight_sync", "weight-sync", 0, 1),
         Role("trainer", "trainer", 0, config.trainer.threads),
-        *(Role(f"rollout-{i}", "rollout", i, config.rollout.threads) for i in range(config.rollout.workers)),
+        *(Role(f"rollout-{i}", "rollout", i, rollout.threads, python) for i in range(rollout.workers)),
         *(Role(f"reward-{i}", "reward", i, 1) for i in range(config.reward.workers)),
     ]
 

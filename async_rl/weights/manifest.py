@@ -164,3 +164,17 @@ def _aligned(offset: int) -> int:
 
 def _checksum(view: memoryview, offset: int, nbytes: int) -> int:
     return xxhash.xxh3_64_intdigest(view[offset : offset + nbytes])
+
+
+def views(tensors: Sequence[TensorEntry], buffer: Buffer) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """(canonical name, tensor on the CPU): views of the slot, to be copied from and not to be kept."""
+    import torch
+
+    for entry in tensors:
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if entry.nbytes:
+            count = entry.nbytes // dtype.itemsize
+            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset)
+            yield entry.name, flat.view(entry.shape)
+        else:
+            yield entry.name, torch.empty(entry.shape, dtype=dtype)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from async_rl.actor.remote import Remote
 from async_rl.errors import PublicationError
 from async_rl.protocol.weight_sync import Fetch, Manifest, Release, Released, Weights
-from async_rl.weights.manifest import aliases_of, check_buckets, check_layout
+from async_rl.weights.manifest import aliases_of, check_buckets, check_layout, views
 from async_rl.weights.slot import Maps
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 class Received:
     """One version of the weights, its checksums verified. Valid until it is released."""
 
-    def __init__(self, manifest: Manifest, ticket: int, buffer: mmap.mmap) -> None:
+    def __init__(self, manifest: Manifest, ticket: int, path: str, buffer: mmap.mmap) -> None:
         self.manifest = manifest
+        self.path = path  # of the slot
         self.version = manifest.version
         self.ticket = ticket
         self._buffer = buffer
@@ -41,16 +42,7 @@ class Received:
 
     def tensors(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         """(canonical name, tensor on the CPU): views of the slot, to be copied from and not to be kept."""
-        import torch
-
-        for entry in self.manifest.tensors:
-            dtype: torch.dtype = getattr(torch, entry.dtype)
-            if entry.nbytes:
-                count = entry.nbytes // dtype.itemsize
-                flat = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=entry.offset)
-                yield entry.name, flat.view(entry.shape)
-            else:
-                yield entry.name, torch.empty(entry.shape, dtype=dtype)
+        return views(self.manifest.tensors, self._buffer)
 
 
 class Subscriber:
@@ -102,4 +94,4 @@ class Subscriber:
             wrong = [f"checksum of bucket {k} is wrong" for k in check_buckets(manifest, buffer)]
         if wrong:
             raise PublicationError(f"version {manifest.version} from weight_sync: {wrong[0]}")
-        return Received(manifest, weights.ticket, buffer)
+        return Received(manifest, weights.ticket, weights.path, buffer)

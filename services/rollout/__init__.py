@@ -10,6 +10,9 @@ transformers_engine.py   continuous batching by Hugging Face transformers
   live_weights.py        new weights into the live parameters
   prefixes.py            one prompt of a group computed once
   paged_cache.py         the size of the cache, and how attention reads it
+vllm_engine.py           vLLM's AsyncLLM
+  vllm_worker.py         inside vLLM's workers: new weights from shared memory
+sglang_engine.py         SGLang servers over HTTP
 fake_engine.py           scripted latency, no model
 backends.py              the engine that the configuration names
 """

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from async_rl.config.schema import Config, FakeEngine, TransformersEngine
+from async_rl.config.schema import Config, FakeEngine, TransformersEngine, VLLMEngine
 from async_rl.errors import ConfigError
 from async_rl.services.rollout.engine import Engine, Text
 
@@ -19,6 +19,8 @@ async def build(config: Config) -> tuple[Engine, Text]:
             engine, text = fake_engine.FakeEngine(settings), fake_engine.FakeText(settings.vocabulary)
         case TransformersEngine() as settings:
             engine, text = await _transformers(config, settings)
+        case VLLMEngine() as settings:
+            engine, text = await _vllm(config, settings)
     sampling = config.sampling
     if (sampling.top_p < 1.0 or sampling.top_k) and not engine.returns_survivors:
         await engine.close()
@@ -41,3 +43,16 @@ async def _transformers(config: Config, settings: TransformersEngine) -> tuple[E
     model = await asyncio.to_thread(load_policy, config.model, device=settings.device)
     ends = end_tokens(Path(config.model.path), tokenizer)
     return transformers_engine.TransformersEngine(model, ends, settings), TokenizerText(tokenizer)
+
+
+async def _vllm(config: Config, settings: VLLMEngine) -> tuple[Engine, Text]:
+    from async_rl.models.load import end_tokens, load_tokenizer
+    from async_rl.services.rollout.prompts import TokenizerText
+    from async_rl.services.rollout.vllm_engine import VLLMEngine as Engine_
+
+    path = Path(config.model.path)
+    if path.suffix == ".gguf":
+        raise ConfigError(f"model.path = '{path}': vllm takes a folder; `async-rl` makes one of model.from_package")
+    tokenizer = load_tokenizer(config.model)
+    engine = await Engine_.start(config.model, end_tokens(path, tokenizer), settings)
+    return engine, TokenizerText(tokenizer)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import msgspec
 
 from async_rl.config.schema import Sampling
+from async_rl.protocol.weight_sync import Manifest
 from async_rl.trajectory import Spans, StopReason, Task, extend_spans
 
 
@@ -60,6 +61,13 @@ class Weights(Protocol):
     """One version of the weights, as the relay gave it out."""
 
     version: int
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def path(self) -> str:
+        """Of the file in shared memory that the manifest's offsets are in."""
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -48,7 +48,7 @@ SETTINGS = [
 
 
 def estimate(members, settings):
-    return ESTIMATORS[settings.__struct_config__.tag].estimate(members, settings)
+    return ESTIMATORS[settings.kind].estimate(members, settings)
 
 
 def of_members(members, settings):

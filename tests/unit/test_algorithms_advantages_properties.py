@@ -22,7 +22,7 @@ PER_TOKEN = ("loss", "positions", "token_rewards", "values", "old", "sum_pi_squa
 
 def test_every_table_of_the_configuration_has_its_estimator_and_is_tested_here():
     tables = {table.__struct_config__.tag for table in Advantage.__args__ if table is not CustomAdvantage}
-    assert tables == set(ESTIMATORS) == {settings.__struct_config__.tag for settings in SETTINGS}
+    assert tables == set(ESTIMATORS) == {settings.kind for settings in SETTINGS}
 
 
 def permuted(members, order):
@@ -57,7 +57,7 @@ def test_no_finite_input_gives_anything_that_is_not_finite(settings, members):
     assert made.advantages.dtype == torch.float64
     assert bool(torch.isfinite(made.advantages).all())
     assert made.returns is None or bool(torch.isfinite(made.returns).all())
-    if settings.__struct_config__.tag not in ("gpg", "maxrl"):  # these may multiply by as much as a step has members
+    if settings.kind not in ("gpg", "maxrl"):  # these may multiply by as much as a step has members
         assert bool(torch.isfinite(made.advantages.float()).all())
 
 

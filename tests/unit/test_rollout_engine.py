@@ -255,7 +255,7 @@ def test_versions_over_several_updates_cover_every_token():
 
     done = with_engine(body, ends=())
     assert [version for version, _ in done.versions] == [0, 1, 2, 5]
-    trajectory = SimpleNamespace(versions=done.versions)
+    trajectory = SimpleNamespace(spans=done.versions)
     versions = token_versions(trajectory)
     for version in (0, 1, 2, 5):
         at = torch.from_numpy(versions == version)

@@ -48,7 +48,7 @@ def roles_of(config, seed=0):
     roles.reference = Network(tiny_llama(7), config)
     if isinstance(settings.advantage, GAE):
         roles.critic = Critic(value_model(tiny_llama(8)), config)
-    if settings.advantage.__struct_config__.tag == "prime":
+    if settings.advantage.kind == "prime":
         roles.reward_model = RewardModel(tiny_llama(9), config, settings.advantage)
     roles.kl = settings.kl.coefficient if settings.kl else 0.0
     return roles
@@ -124,7 +124,7 @@ def test_no_preset_depends_on_how_an_update_is_cut(path):
             entropy=extra["entropy"],
         )
         config = msgspec.structs.replace(config, algorithm=settings)
-        if given is turned and config.algorithm.loss.__struct_config__.tag == "clip_cov":
+        if given is turned and config.algorithm.loss.kind == "clip_cov":
             continue  # its random choice goes by the place in the draw
         found.append(gradients_of(given, roles_of(config), config)[0])
     for other in found[1:]:

@@ -1,0 +1,239 @@
+"""vLLM's AsyncLLM in this process, its workers in others; the same code on a CPU and on GPUs.
+
+Token ids in; ids and log-probabilities out, streamed into the draft. An update freezes the requests in flight
+(`pause_generation(mode="keep")`), has the workers read the new weights from shared memory, and goes on. The caches are
+dropped at the pause and computed again, or kept (`staleness.keep_cache`). Prefixes are salted by version, so that no
+request ever reads a prefix of older weights.
+
+Versions are vLLM's own spans, exact to the token, except with a kept cache: there a request keeps the version that it
+began with.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from async_rl.config.schema import Model, Sampling
+from async_rl.config.schema import VLLMEngine as Settings
+from async_rl.errors import EngineDied, EngineFault, PublicationError, UserError
+from async_rl.protocol.weight_sync import Manifest
+from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights
+from async_rl.trajectory import StopReason
+
+EXTENSION = "async_rl.services.rollout.vllm_worker.SlotReader"
+CPU_CACHE_BYTES = 2**30
+STARTUP = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are OMP_NUM_THREADS, wherever they run
+    "KMP_BLOCKTIME": "1",  # idle threads leave the core to the other services
+}
+
+log = logging.getLogger(__name__)
+
+
+class VLLMEngine:
+    """An Engine. `end_tokens` end a completion."""
+
+    returns_survivors = False
+
+    @classmethod
+    async def start(cls, model: Model, end_tokens: list[int], settings: Settings) -> "VLLMEngine":
+        """In a thread: it takes ten seconds and more, and the service answers meanwhile."""
+        return await asyncio.to_thread(cls, model, end_tokens, settings)
+
+    def __init__(self, model: Model, end_tokens: list[int], settings: Settings) -> None:
+        for name, value in STARTUP.items():
+            os.environ.setdefault(name, value)
+        _preload_openmp()
+        try:
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise UserError(
+                f"rollout.engine.kind = 'vllm': {error}; set rollout.python to the interpreter of an environment that "
+                "has vllm and async-rl"
+            ) from None
+        self.version = -1
+        self._expected = stored_shapes(Path(model.path))
+        self._ends = end_tokens
+        arguments = AsyncEngineArgs(
+            model=model.path,
+            dtype=model.dtype,
+            max_model_len=settings.context,
+            max_num_seqs=settings.max_requests,
+            max_num_batched_tokens=settings.max_batch_tokens,
+            # A prompt in parts draws random numbers for nothing and gives them back, which a CPU's generator cannot.
+            enable_chunked_prefill=False if on_cpu() else None,
+            tensor_parallel_size=settings.tensor_parallel,
+            enforce_eager=not settings.compile,
+            kv_cache_memory_bytes=settings.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu() else None),
+            gpu_memory_utilization=settings.gpu_memory,
+            logprobs_mode="processed_logprobs",  # of log_softmax(z / T), as sampled
+            generation_config="vllm",  # nothing but what a request says
+            skip_tokenizer_init=True,
+            worker_extension_cls=EXTENSION,
+            disable_log_stats=True,
+        )
+        self._engine = AsyncLLM.from_engine_args(arguments)
+        self.context: int = self._engine.model_config.max_model_len
+        self._ids = itertools.count()
+        self._drafts: set[Draft] = set()
+        self.prefilled = 0  # prompt tokens that were computed, not found in the cache
+        self._keep_cache = False
+        self._turn = asyncio.Lock()  # updates, one at a time
+
+    async def generate(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        greedy: bool = False,
+        seed: int = 0,
+        draft: Draft | None = None,
+    ) -> Completion:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        draft = draft or Draft()
+        limit = min(sampling.max_new_tokens, self.context - len(prompt))
+        if limit < 1:
+            raise EngineFault(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
+        parameters = SamplingParams(
+            temperature=0.0 if greedy else sampling.temperature,
+            top_p=1.0 if greedy else sampling.top_p,
+            top_k=0 if greedy else sampling.top_k,
+            max_tokens=limit,
+            seed=seed % 2**63,
+            stop_token_ids=self._ends,
+            ignore_eos=True,  # the ends are those above, for every engine the same
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        inputs = {"prompt_token_ids": prompt, "cache_salt": str(self.version)}
+        draft.mark(self.version)
+        self._drafts.add(draft)
+        reason = ""
+        try:
+            async for output in self._engine.generate(inputs, parameters, str(next(self._ids))):
+                made = output.outputs[0]
+                if not draft.tokens:
+                    self.prefilled += len(prompt) - (output.num_cached_tokens or 0)
+                draft.logprobs.extend(
+                    table[token].logprob for token, table in zip(made.token_ids, made.logprobs or (), strict=True)
+                )
+                draft.tokens.extend(made.token_ids)
+                if made.finish_reason is not None:
+                    reason = made.finish_reason
+                    self._settle(draft, made.weight_versions)
+        except EngineDeadError as error:
+            raise EngineDied(f"vllm: {error}") from None
+        except Exception as error:
+            raise EngineFault(f"vllm: {type(error).__name__}: {error}") from None
+        finally:
+            self._drafts.discard(draft)
+        return draft.completion(self._stop_reason(reason, len(draft.tokens), sampling))
+
+    async def update(self, read: ReadWeights, *, keep_cache: bool = False) -> None:
+        async with self._turn:
+            self._keep_cache = keep_cache
+            await self._alive(self._engine.pause_generation(mode="keep", clear_cache=not keep_cache))
+            try:
+                version = await read(self._apply)
+                await self._alive(self._engine.update_weight_version(str(version)))
+                self.version = version
+                if not keep_cache:
+                    for draft in self._drafts:
+                        draft.mark(version)
+            finally:
+                await self._alive(self._engine.resume_generation())
+
+    async def close(self) -> None:
+        self._engine.shutdown()
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that vLLM holds."""
+        return int(self._engine.get_num_unfinished_requests())
+
+    async def _apply(self, weights: Weights) -> None:
+        misfit = unfit(weights.manifest, self._expected)
+        if misfit is not None:
+            raise PublicationError(f"version {weights.version} of the weights: {misfit}")
+        tensors = msgspec.to_builtins(weights.manifest.tensors)
+        await self._alive(self._engine.collective_rpc("load_slot", args=(weights.path, tensors)))
+
+    async def _alive(self, call: Any) -> None:
+        """A call that only a dead engine fails: what it left half done cannot be mended."""
+        try:
+            await call
+        except Exception as error:
+            raise EngineDied(f"vllm: {type(error).__name__}: {error}") from None
+
+    def _settle(self, draft: Draft, spans: Any) -> None:
+        """The versions of a finished draft, as vLLM has counted them."""
+        if self._keep_cache or not spans:
+            return
+        draft.marks[:] = [(int(span.version), span.start) for span in spans]
+
+    def _stop_reason(self, reason: str, tokens: int, sampling: Sampling) -> StopReason:
+        if reason == "stop":
+            return "eos"
+        if reason != "length":
+            raise EngineFault(f"vllm ended the request: {reason or 'without a reason'}")
+        return "length" if tokens >= sampling.max_new_tokens else "context"
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in the folder's safetensors files, read from their headers."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return shapes
+
+
+def unfit(manifest: Manifest, expected: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why these weights are not those of the model whose stored tensors are `expected`; None where they are.
+
+    vLLM loads what it is given and keeps the rest, so what is missing must be found before.
+    """
+    seen: set[str] = set()
+    for entry in manifest.tensors:
+        names = {entry.name, *entry.aliases} & expected.keys()
+        if not names:
+            return f"the model has no {entry.name}"
+        for name in names:
+            if expected[name] != tuple(entry.shape):
+                return f"{name} is {entry.shape}, the model's {list(expected[name])}"
+        seen |= names
+    missing = sorted(expected.keys() - seen)
+    return f"{missing[0]} is not among them ({len(missing)} names missing)" if missing else None
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _preload_openmp() -> None:
+    """The workers of vLLM's CPU build are two to ten times slower without Intel's OpenMP, which comes with it."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    loaded = os.environ.get("LD_PRELOAD", "")
+    if library.exists() and str(library) not in loaded:
+        os.environ["LD_PRELOAD"] = f"{library}:{loaded}".rstrip(":")
