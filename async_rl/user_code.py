@@ -5,12 +5,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from async_rl.errors import UserError, nearest
 
+Form = Literal["def", "async def", "either"]
 
-def load(key: str, name: str, signature: str) -> Callable[..., Any]:
+
+def load(key: str, name: str, signature: str, form: Form = "def") -> Callable[..., Any]:
     """The function `name` of the setting `key`; UserError that says what is there instead.
 
     signature: how it is written, "grade(task, trajectory)"."""
@@ -34,7 +36,9 @@ def load(key: str, name: str, signature: str) -> Callable[..., Any]:
     if function is None:
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(f"{setting}: {module.__file__} has no '{attribute}'{nearest(attribute, names)}")
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise UserError(f"{setting}: write it as a plain `def {attribute}{signature[signature.index('(') :]}`")
+    written = "async def" if inspect.iscoroutinefunction(function) else "def"
+    if not callable(function) or form not in ("either", written):
+        plain = "`async def" if form == "async def" else "a plain `def"
+        raise UserError(f"{setting}: write it as {plain} {attribute}{signature[signature.index('(') :]}`")
     found: Callable[..., Any] = function
     return found

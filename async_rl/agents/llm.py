@@ -6,20 +6,23 @@
             reply = await llm.chat(messages, tools=TOOLS)
             messages.append(reply.message)
             if not reply.calls:
-                return grade(task, reply.content)
-            messages += await asyncio.gather(*(run(call) for call in reply.calls))
+                return float(task.answer in reply.content)
+            messages += await llm.run(reply.calls, TOOLS)
 
 Every call is written down as it was sampled: token ids, log-probabilities, versions. Calls may run beside each other,
 and a call may go back to an earlier point of the chat: that begins a branch. A sub-agent is a chat of its own, with
 other messages. None leaves the reward to `reward.grader`.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from async_rl.trajectory import StopReason
+
+if TYPE_CHECKING:
+    from async_rl.agents.tools import Tool
 
 ChatMessage = dict[str, Any]
 """In the form of OpenAI's chat completions: role, content, tool_calls, tool_call_id, reasoning_content."""
@@ -48,6 +51,26 @@ class Reply(msgspec.Struct, frozen=True):
     message: ChatMessage  # to be appended to the chat, as it is
 
 
+def numbered(calls: Sequence[Call], turn: int) -> list[Call]:
+    """With ids of nine characters, which some templates insist on, each once in its episode."""
+    return [
+        Call(f"c{turn:04d}{n:04d}", call.name, call.arguments, call.raw, call.problem) for n, call in enumerate(calls)
+    ]
+
+
+def message_of(content: str, reasoning: str, calls: Sequence[Call]) -> ChatMessage:
+    """A turn in the form of OpenAI's chat completions."""
+    message: ChatMessage = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.raw}}
+            for call in calls
+        ]
+    return message
+
+
 class EpisodeOver(Exception):
     """A cap is reached (turns, tokens, context, time): there is no further turn. An episode may let it pass; one that
     catches it may still give its reward."""
@@ -64,10 +87,18 @@ class LLM(Protocol):
         self,
         messages: Sequence[ChatMessage],
         *,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[Any] = (),
         max_new_tokens: int | None = None,
     ) -> Reply:
-        """The model's next turn. `tools`: JSON schemas in OpenAI's form. Raises EpisodeOver where a cap is reached."""
+        """The model's next turn. `tools`: Tools, or JSON schemas in OpenAI's form. Raises EpisodeOver where a cap is
+        reached."""
+
+    async def run(self, calls: Sequence[Call], tools: "Sequence[Tool]") -> list[ChatMessage]:
+        """The answers of the tools, beside each other, each under environment.tool_timeout_s; to be appended to the
+        chat. What is malformed, or fails, is answered so."""
+
+    def tool(self, function: Callable[..., Any]) -> "Tool":
+        """A function with type hints as a tool, run as the environment says."""
 
     async def generate(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Reply:
         """What the model samples behind these ids, without any template."""

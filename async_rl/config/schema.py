@@ -38,6 +38,9 @@ class Warmup(Table, frozen=True):
     batch_size: Positive = 64
     learning_rate: PositiveFloat = 2e-3
     noise: Fraction = 0.25  # share of the answers' characters replaced by another one
+    words: list[str] = []  # texts of several characters that are one token each
+    template: str = ""  # chat template; empty: the model reads plain prompts
+    demonstrate: str | None = None  # `module:function` that plays episodes, for tasks of several turns
 
 
 # --- data --------------------------------------------------------------------------------------------
@@ -203,6 +206,54 @@ class FakeEngine(Table, frozen=True, tag_field="kind", tag="fake"):
 Engine = TransformersEngine | VLLMEngine | SGLangEngine | FakeEngine
 
 
+class EpisodeFunction(Table, frozen=True, tag_field="kind", tag="episode"):
+    """The user's `async def episode(task, llm) -> float | None`, named `module:attribute`."""
+
+    function: str
+
+
+class ToolLoop(Table, frozen=True, tag_field="kind", tag="tools"):
+    """The model calls tools until it answers without one."""
+
+    functions: list[str] = []  # each `module:attribute`, a function with type hints
+    mcp: list[str] = []  # each the command line, or the http address, of an MCP server whose tools are added
+    system: str = ""  # system message in front
+
+
+class AgentProgram(Table, frozen=True, tag_field="kind", tag="agent"):
+    """An agent that talks to the gateway as to OpenAI or Anthropic. A command, started for each episode with
+    OPENAI_BASE_URL, ANTHROPIC_BASE_URL, ASYNC_RL_EPISODE and ASYNC_RL_TASK set; or a function of
+    (task, base_url), which runs in a thread, or is awaited."""
+
+    command: list[str] = []
+    function: str | None = None
+
+
+class Adapter(Table, frozen=True, tag_field="kind", tag="adapter"):
+    """A function of no arguments that makes an episode, named `module:attribute`: see async_rl.agents.adapters."""
+
+    make: str
+
+
+Run = EpisodeFunction | ToolLoop | AgentProgram | Adapter
+
+
+class Environment(Table, frozen=True):
+    """What an episode is, where it is more than one completion, and how far it may go. What the policy causes (a cap,
+    a malformed call) is its own doing: the episode ends, is graded and votes."""
+
+    run: Run
+    parser: Literal["auto", "hermes", "llama3", "deepseek", "harmony", "mistral"] = "auto"  # of tool calls
+    on_rewrite: Literal["branch", "fail"] = "branch"  # when the chat template renders earlier turns otherwise
+    max_turns: Positive = 16
+    max_tokens: Positive | None = None  # sampled in one episode; None: what the context holds
+    max_invalid_turns: Positive = 3  # in a row: malformed calls, or neither an answer nor a call
+    timeout_s: Seconds = 600.0  # of an episode
+    tool_timeout_s: Seconds = 30.0  # of a tool call, kept from outside
+    tool_processes: Positive = 4  # that plain functions run in, of each worker
+    retries: NonNegative = 1  # anew, after the environment raised
+
+
 class Rollout(Table, frozen=True):
     workers: Positive = 1
     engine: Engine = TransformersEngine()
@@ -234,13 +285,19 @@ class ReasoningGymGrader(Table, frozen=True, tag_field="kind", tag="reasoning_gy
     """The score of the task's own reasoning-gym data set, in [0, 1]."""
 
 
+class EpisodeGrader(Table, frozen=True, tag_field="kind", tag="episode"):
+    """The reward that the episode itself gave. Where it gave none: `cut` when a cap ended it, otherwise no vote."""
+
+    cut: float = 0.0
+
+
 class CustomGrader(Table, frozen=True, tag_field="kind", tag="custom"):
     """The user's `def grade(task, trajectory) -> Score | float | None`, named `module:attribute`."""
 
     function: str
 
 
-Grader = ExactGrader | MathGrader | ReasoningGymGrader | CustomGrader
+Grader = ExactGrader | MathGrader | ReasoningGymGrader | EpisodeGrader | CustomGrader
 
 
 class Reward(Table, frozen=True):
@@ -313,6 +370,7 @@ class Config(Table, frozen=True):
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
+    environment: Environment | None = None
     reward: Reward = Reward()
     evaluation: Evaluation = Evaluation()
     weight_sync: WeightSync = WeightSync()

@@ -1,9 +1,11 @@
 """The small model of the quickstart: a Llama of about half a million parameters that reads characters.
 
-The tokenizer has one token for each character of `warmup.characters`, and four special ones. It puts no
+The tokenizer has one token for each character of `warmup.characters`, for each of `warmup.words`, and four special
+ones. It puts no
 token around a text, so a text and its ids correspond exactly: decode(encode(text)) == text.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,13 +37,16 @@ def missing_characters(characters: str, texts: Iterable[str]) -> str:
 
 
 def build_tokenizer(settings: Warmup) -> Any:
-    """A PreTrainedTokenizerFast with a token for each of `settings.characters`; anything else is UNKNOWN."""
+    """A PreTrainedTokenizerFast with a token for each of `settings.characters` and `settings.words`; anything else is
+    UNKNOWN."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNKNOWN, *settings.characters])}
+    listed = [PAD, BOS, EOS, UNKNOWN, *settings.characters, *settings.words]
+    vocabulary = {token: i for i, token in enumerate(listed)}
+    pieces = [re.escape(word) for word in sorted(settings.words, key=len, reverse=True)]
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*pieces, r"[\s\S]"])), "isolated")
     tokenizer.decoder = decoders.Fuse()  # joined without the spaces that a word-level decoder adds
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
@@ -52,6 +57,7 @@ def build_tokenizer(settings: Warmup) -> Any:
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # "<eos>" in a text is five characters, not the end
         model_max_length=settings.context,
+        chat_template=settings.template or None,
     )
 
 

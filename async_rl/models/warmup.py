@@ -21,6 +21,7 @@ from async_rl.config.schema import Config, Warmup
 from async_rl.data import TaskStream
 from async_rl.errors import ConfigError, UserError
 from async_rl.models.folder import replaced_folder
+from async_rl.models.played import own_source, played
 from async_rl.models.tiny import build_model, build_tokenizer, check_shape, missing_characters
 from async_rl.trajectory import Task
 
@@ -37,7 +38,8 @@ REPORTS = 6
 
 class Example(msgspec.Struct, frozen=True):
     prompt: list[int]
-    answer: list[int]  # without the end token
+    answer: list[int]  # without the end token; of an episode all that follows its first prompt
+    learned: list[bool] | None = None  # of the answer and the end token, which ones; None: all
 
 
 def warmup(config: Config, *, report: Callable[[str], None]) -> Path:
@@ -54,7 +56,11 @@ def warmup(config: Config, *, report: Callable[[str], None]) -> Path:
         return path
     check_shape(settings)
     tokenizer = build_tokenizer(settings)
-    examples = [_example(task, tokenizer) for task in demonstrations(config)]
+    tasks = demonstrations(config)
+    if settings.demonstrate is None:
+        examples = [_example(task, tokenizer) for task in tasks]
+    else:
+        examples = played(config, tokenizer, tasks)
     with replaced_folder(path) as fresh:
         model = _train(settings, config, tokenizer, examples, report)
         _save(model, tokenizer, config, fresh)
@@ -79,7 +85,7 @@ def is_current(config: Config) -> bool:
 
 def digest(config: Config) -> str:
     """Of everything that the warm-up's result depends on."""
-    parts = [FORMAT, config.warmup, config.model.dtype, config.data, config.seed]
+    parts = [FORMAT, config.warmup, config.model.dtype, config.data, config.seed, own_source(config)]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
@@ -91,8 +97,12 @@ def demonstrations(config: Config) -> list[Task]:
     count = min(DEMONSTRATIONS, settings.steps * settings.batch_size, stream.length or DEMONSTRATIONS)
     tasks = [stream.task(position) for position in range(count)]
     for task in tasks:
-        if task.prompt is None:
+        if task.prompt is None and not settings.template:
             raise ConfigError("[warmup] makes a model without a chat template: set data.format = 'plain'")
+        if settings.demonstrate is not None:
+            continue
+        if task.prompt is None:
+            raise ConfigError("[warmup] learns from plain prompts: set data.format = 'plain', or warmup.demonstrate")
         if not task.answer:
             raise ConfigError(f"[warmup] learns from answers: a task of '{task.source}' has none")
         length = len(task.prompt) + len(task.answer) + 1
@@ -101,6 +111,8 @@ def demonstrations(config: Config) -> list[Task]:
                 f"warmup.context = {settings.context}: prompt, answer and end of a task of "
                 f"'{task.source}' are {length} tokens"
             )
+    if settings.demonstrate is not None:
+        return tasks
     missing = missing_characters(settings.characters, ((task.prompt or "") + (task.answer or "") for task in tasks))
     if missing:
         raise ConfigError(f"warmup.characters lacks {missing!r}, which the tasks contain")
@@ -141,7 +153,8 @@ def _train(
     for step in range(settings.steps):
         chosen = rng.integers(len(examples), size=settings.batch_size)
         batch = [
-            Example(e.prompt, add_noise(e.answer, alphabet, settings.noise, rng)) for e in (examples[i] for i in chosen)
+            e if e.learned else Example(e.prompt, add_noise(e.answer, alphabet, settings.noise, rng))
+            for e in (examples[i] for i in chosen)
         ]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, step)
@@ -173,6 +186,8 @@ def answer_loss(model: Any, batch: list[Example], end: int) -> "torch.Tensor":
         ids[row, : len(rest)] = torch.tensor(rest)
         begin = len(example.prompt) - shared
         labels[row, begin : len(rest)] = torch.tensor(rest[begin:])
+        if example.learned is not None:
+            labels[row, begin : len(rest)][~torch.tensor(example.learned)] = -100
     cache = None
     if shared:
         cache = model(input_ids=torch.tensor([batch[0].prompt[:shared]]), use_cache=True).past_key_values

@@ -3,7 +3,11 @@
 service.py               the loop: lease, sample, hand in; updates of the weights
 held.py                  the leases held, and what may be done about them (pure)
 meter.py                 the worker's own counts
-prompts.py               a task's prompt as tokens, a completion as text
+episodes.py              many calls of the engine, one trajectory: what an episode sees, its caps
+environments.py          the environment that the configuration names
+agents.py                an agent of the user's own, a program or a function
+gateway.py               OpenAI's and Anthropic's endpoints in front of the policy
+
 engine.py                the seam: what an engine owes
 transformers_engine.py   continuous batching by Hugging Face transformers
   sampler.py             one token for each row of logits, and its log-probability

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from async_rl.config.schema import Config, FakeEngine, TransformersEngine, VLLMEngine
 from async_rl.errors import ConfigError
-from async_rl.services.rollout.engine import Engine, Text
+from async_rl.models.text import ChatText, TokenizerText
+from async_rl.services.rollout.engine import Engine
 
 
-async def build(config: Config) -> tuple[Engine, Text]:
+async def build(config: Config) -> tuple[Engine, ChatText]:
     """An engine of weights yet to come (version -1) and the text codec of its model."""
     engine: Engine
-    text: Text
+    text: ChatText
     match config.rollout.engine:
         case FakeEngine() as settings:
             from async_rl.services.rollout import fake_engine
@@ -31,28 +32,26 @@ async def build(config: Config) -> tuple[Engine, Text]:
     return engine, text
 
 
-async def _transformers(config: Config, settings: TransformersEngine) -> tuple[Engine, Text]:
+async def _transformers(config: Config, settings: TransformersEngine) -> tuple[Engine, ChatText]:
     import torch
 
     from async_rl.models.load import end_tokens, load_policy, load_tokenizer
     from async_rl.services.rollout import transformers_engine
-    from async_rl.services.rollout.prompts import TokenizerText
 
     torch.set_num_threads(config.rollout.threads)
     tokenizer = load_tokenizer(config.model)
     model = await asyncio.to_thread(load_policy, config.model, device=settings.device)
     ends = end_tokens(Path(config.model.path), tokenizer)
-    return transformers_engine.TransformersEngine(model, ends, settings), TokenizerText(tokenizer)
+    return transformers_engine.TransformersEngine(model, ends, settings), TokenizerText(tokenizer, ends)
 
 
-async def _vllm(config: Config, settings: VLLMEngine) -> tuple[Engine, Text]:
+async def _vllm(config: Config, settings: VLLMEngine) -> tuple[Engine, ChatText]:
     from async_rl.models.load import end_tokens, load_tokenizer
-    from async_rl.services.rollout.prompts import TokenizerText
     from async_rl.services.rollout.vllm_engine import VLLMEngine as Engine_
 
     path = Path(config.model.path)
     if path.suffix == ".gguf":
         raise ConfigError(f"model.path = '{path}': vllm takes a folder; `async-rl` makes one of model.from_package")
     tokenizer = load_tokenizer(config.model)
-    engine = await Engine_.start(config.model, end_tokens(path, tokenizer), settings)
-    return engine, TokenizerText(tokenizer)
+    ends = end_tokens(path, tokenizer)
+    return await Engine_.start(config.model, ends, settings), TokenizerText(tokenizer, ends)

@@ -7,7 +7,7 @@ import msgspec
 
 from async_rl.config.schema import Sampling
 from async_rl.protocol.weight_sync import Manifest
-from async_rl.trajectory import Spans, StopReason, Task, extend_spans
+from async_rl.trajectory import Spans, StopReason, extend_spans
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -113,11 +113,3 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Drop every request and end. May be called twice."""
-
-
-class Text(Protocol):
-    """Prompts to tokens, completions to text."""
-
-    def encode(self, task: Task) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...

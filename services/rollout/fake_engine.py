@@ -7,6 +7,8 @@ Ids below `vocabulary` are noise that decodes to nothing; vocabulary + n is the 
 import asyncio
 import math
 import random
+from collections.abc import Sequence
+from typing import Any
 
 from async_rl.config.schema import FakeEngine as Settings
 from async_rl.config.schema import Sampling
@@ -21,6 +23,9 @@ CONTEXT = 2**20
 class FakeText:
     """The prompt is the task's answer, so that the engine can give it."""
 
+    ends: frozenset[int] = frozenset()
+    parser = "hermes"
+
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
@@ -29,6 +34,15 @@ class FakeText:
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(t - self._vocabulary) for t in tokens if t >= self._vocabulary)
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], header: bool) -> str:
+        turns = [f"[{message['role']}]{message['content']}\n" for message in messages]
+        return "".join(turns) + ("[assistant]" if header else "")
+
+    def encode_text(self, text: str) -> list[int]:
+        return [self._vocabulary + ord(c) for c in text]
+
+    decode_all = decode
 
 
 class _Script:

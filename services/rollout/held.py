@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 
+from async_rl.agents.recording import padded
 from async_rl.protocol.buffer import GenerateLease, LeaseId
 from async_rl.services.rollout.engine import Completion, Draft
 from async_rl.trajectory import Trajectory
@@ -15,7 +16,7 @@ class Held:
     def __init__(self, lease: GenerateLease, version: int) -> None:
         self.lease = lease
         self.version = version
-        self.drafts = {member: Draft() for member in lease.members}
+        self.drafts: dict[int, list[Draft]] = {member: [] for member in lease.members}  # one for each call
         self.open = set(lease.members)  # members not yet handed in or failed
 
     @property
@@ -26,7 +27,7 @@ class Held:
     @property
     def oldest_version(self) -> int:
         """Oldest version among all members' tokens so far."""
-        seen = (draft.oldest_version for draft in self.drafts.values())
+        seen = (draft.oldest_version for drafts in self.drafts.values() for draft in drafts)
         return min((v for v in seen if v is not None), default=self.version)
 
 
@@ -49,10 +50,12 @@ class Ledger:
         return not self.held
 
 
-def seed_of(run_seed: int, lease: GenerateLease, member: int) -> int:
-    """Of one trajectory's random numbers: the same in every run that samples this member of this task."""
+def seed_of(run_seed: int, lease: GenerateLease, member: int, call: int = 0) -> int:
+    """Of one call's random numbers: the same in every run that samples this member of this task."""
     kind = "held-out" if lease.exact_version is not None else "train"
     key = f"{run_seed}/{kind}/{lease.task.source}/{lease.task.index}/{lease.id.attempt}/{member}"
+    if call:
+        key += f"/{call}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
 
 
@@ -68,11 +71,3 @@ def trajectory(prompt: list[int], completion: Completion, text: str) -> Trajecto
         text=text,
         survivors=None if completion.survivors is None else padded(completion.survivors),
     )
-
-
-def padded(rows: list[list[int]]) -> np.ndarray:
-    """[rows, longest] int32, -1 behind each row's ids."""
-    table = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
-    for i, row in enumerate(rows):
-        table[i, : len(row)] = row
-    return table

@@ -8,10 +8,13 @@ _follow    brings the weights up to the trainer's              waits for: a newe
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from async_rl.actor.outbox import Outbox
 from async_rl.actor.remote import Remote
@@ -19,6 +22,7 @@ from async_rl.actor.service import Service
 from async_rl.config.modes import bounds, trajectories
 from async_rl.config.schema import Config
 from async_rl.errors import ConfigError, DeadlineExceeded, EngineDied, PeerRefused, PublicationError, WorkRevoked
+from async_rl.models.text import ChatText
 from async_rl.protocol.buffer import (
     Acquire,
     BufferReply,
@@ -38,9 +42,11 @@ from async_rl.protocol.buffer import (
 from async_rl.protocol.control import ControlReply, ControlRequest
 from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
 from async_rl.services.rollout.backends import build
-from async_rl.services.rollout.engine import Apply, Engine, Text
+from async_rl.services.rollout.engine import Apply, Completion, Draft, Engine
+from async_rl.services.rollout.episodes import Episodes
 from async_rl.services.rollout.held import Held, Ledger, seed_of, trajectory
 from async_rl.services.rollout.meter import Meter
+from async_rl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from async_rl.weights.reader import Received, Subscriber
@@ -77,7 +83,8 @@ class RolloutService(Service):
         self._newer = False  # a version is out that this worker has yet to load
         self._ended = False
         self._engine: Engine
-        self._text: Text
+        self._text: ChatText
+        self._episodes: Episodes | None = None
         self._buffer: Remote
         self._weights: Subscriber
 
@@ -87,9 +94,16 @@ class RolloutService(Service):
         self._engine, self._text = await build(self.config)
         try:
             async with (
+                contextlib.AsyncExitStack() as resources,
                 self.remote("buffer", BufferRequest, BufferReply) as self._buffer,
                 self.remote("weight_sync", WeightSyncRequest, WeightSyncReply) as weight_sync,
             ):
+                if self.config.environment is not None:
+                    from async_rl.services.rollout import environments
+
+                    self._episodes = await environments.build(
+                        self.config.environment, self._text, self._engine.context, resources
+                    )
                 self._weights = Subscriber(weight_sync, self.name, self.incarnation)
                 if not await self._first_weights():
                     return
@@ -130,7 +144,7 @@ class RolloutService(Service):
     async def _group(self, held: Held) -> None:
         lease = held.lease
         try:
-            prompt = self._prompt(held)
+            prompt = self._prompt(held) if self._episodes is None else []
             if isinstance(prompt, str):
                 await self._fail(lease.id, None, prompt)
                 return
@@ -151,14 +165,7 @@ class RolloutService(Service):
         lease = held.lease
         self._meter.begin(time.monotonic())
         try:
-            completion = await self._engine.generate(
-                prompt,
-                lease.sampling,
-                greedy=member in lease.greedy,
-                seed=seed_of(self.config.seed, lease, member),
-                draft=held.drafts[member],
-            )
-            result = trajectory(prompt, completion, self._text.decode(completion.tokens))
+            result = await self._trajectory(held, member, prompt)
         except EngineDied:
             raise
         except Exception as error:  # of this member alone; the others go on
@@ -174,7 +181,24 @@ class RolloutService(Service):
             raise WorkRevoked(reply.reason)
         if reply.outcome == "refused":
             log.warning("%s: group %d member %d: %s", self.name, lease.id.group, member, reply.reason)
-        self._meter.finished(len(completion.tokens))
+        self._meter.finished(result.sampled)
+
+    async def _trajectory(self, held: Held, member: int, prompt: list[int]) -> Trajectory:
+        """One completion of `prompt`, or an episode."""
+        lease, drafts = held.lease, held.drafts[member]
+
+        async def sample(ids: list[int], limit: int | None, call: int, draft: Draft) -> Completion:
+            asked = lease.sampling
+            if limit is not None and limit < asked.max_new_tokens:
+                asked = msgspec.structs.replace(asked, max_new_tokens=limit)
+            greedy, seed = member in lease.greedy, seed_of(self.config.seed, lease, member, call)
+            return await self._engine.generate(ids, asked, greedy=greedy, seed=seed, draft=draft)
+
+        if self._episodes is not None:
+            return await self._episodes.run(lease.task, sample, drafts)
+        drafts[:] = [Draft()]
+        completion = await sample(prompt, None, 0, drafts[0])
+        return trajectory(prompt, completion, self._text.decode(completion.tokens))
 
     async def _finish(self, results: list[Sampled]) -> list[LeaseReply]:
         return (await self._ask(FinishGenerate(self.name, self.incarnation, results), LeaseReplies)).replies

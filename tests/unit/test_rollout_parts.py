@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from async_rl.config.schema import FakeEngine as Settings
 from async_rl.config.schema import Sampling, Warmup
 from async_rl.errors import EngineDied
+from async_rl.models.text import TokenizerText
 from async_rl.models.tiny import build_tokenizer
 from async_rl.protocol.buffer import GenerateLease, LeaseId
 from async_rl.services.rollout.engine import Completion, Draft
 from async_rl.services.rollout.fake_engine import FakeEngine, FakeText
 from async_rl.services.rollout.held import Held, Ledger, seed_of, trajectory
 from async_rl.services.rollout.meter import Meter
-from async_rl.services.rollout.prompts import TokenizerText
 from async_rl.trajectory import Message, Task
 
 
@@ -46,11 +46,13 @@ def test_the_oldest_version_of_a_lease_is_over_its_members():
     held = Held(lease(members=3), version=4)
     assert held.oldest_version == 4
     for member, versions in enumerate([(5,), (4, 6), (6,)]):
-        for version in versions:
-            held.drafts[member].mark(version)
-            held.drafts[member].tokens.append(0)
+        for version in versions:  # of member 1, two calls of an episode
+            draft = Draft()
+            draft.mark(version)
+            draft.tokens.append(0)
+            held.drafts[member].append(draft)
     assert held.oldest_version == 4
-    held.drafts[1].marks, held.drafts[1].tokens = [(6, 0)], [0]
+    del held.drafts[1][0]
     assert held.oldest_version == 5
 
 
@@ -121,7 +123,7 @@ def test_prompts_go_through_the_chat_template_or_as_they_are():
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    text = TokenizerText(tokenizer)
+    text = TokenizerText(tokenizer, [tokenizer.eos_token_id])
     plain = text.encode(Task(index=0, source="s", prompt="spell cat: "))
     assert tokenizer.decode(plain) == "spell cat: "
     chat = text.encode(Task(index=0, source="s", messages=[Message("user", "spell cat")]))

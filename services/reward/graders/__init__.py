@@ -31,6 +31,10 @@ def build(config: schema.Grader) -> Grader:
             from async_rl.services.reward.graders.reasoning_gym import ReasoningGym
 
             return ReasoningGym()
+        case schema.EpisodeGrader():
+            from async_rl.services.reward.graders.episode import Episode
+
+            return Episode(config)
         case schema.CustomGrader():
             from async_rl.services.reward.graders.custom import Custom
 

@@ -1,0 +1,1 @@
+"""Environments and tools of other libraries; each is imported by the function that needs it."""
