@@ -257,6 +257,7 @@ class Environment(Table, frozen=True):
 class Rollout(Table, frozen=True):
     workers: Positive = 1
     engine: Engine = TransformersEngine()
+    engines: Positive = 1  # of each worker; a prompt goes to the one that has its beginning cached
     max_in_flight: Positive = 128  # trajectories a worker holds at once
     threads: Positive = 1
     python: str = ""  # interpreter of the environment the workers run in; empty: that of the other services

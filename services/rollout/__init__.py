@@ -9,6 +9,7 @@ agents.py                an agent of the user's own, a program or a function
 gateway.py               OpenAI's and Anthropic's endpoints in front of the policy
 
 engine.py                the seam: what an engine owes
+router.py                several engines as one, by cached prefixes and load
 transformers_engine.py   continuous batching by Hugging Face transformers
   sampler.py             one token for each row of logits, and its log-probability
   live_weights.py        new weights into the live parameters

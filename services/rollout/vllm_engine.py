@@ -10,11 +10,12 @@ began with.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,13 @@ class VLLMEngine:
     returns_survivors = False
 
     @classmethod
-    async def start(cls, model: Model, end_tokens: list[int], settings: Settings) -> "VLLMEngine":
-        """In a thread: it takes ten seconds and more, and the service answers meanwhile."""
-        return await asyncio.to_thread(cls, model, end_tokens, settings)
+    async def start(cls, model: Model, end_tokens: list[int], settings: Settings, number: int = 0) -> "VLLMEngine":
+        """Number `number` of a worker's engines. In a thread: it takes ten seconds and more, and the service answers
+        meanwhile."""
+        if model.path.endswith(".gguf"):
+            raise UserError(f"model.path = '{model.path}': vllm takes a folder, as model.from_package makes one")
+        with _gpus_of(number, settings.tensor_parallel):
+            return await asyncio.to_thread(cls, model, end_tokens, settings)
 
     def __init__(self, model: Model, end_tokens: list[int], settings: Settings) -> None:
         for name, value in STARTUP.items():
@@ -229,6 +234,24 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+@contextlib.contextmanager
+def _gpus_of(number: int, count: int) -> Iterator[None]:
+    """Processes started meanwhile see `count` GPUs of their own: of those that CUDA_VISIBLE_DEVICES names, or of all.
+    The first engine leaves it as it is."""
+    key = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(key)
+    if number:
+        visible = before.split(",") if before else [str(k) for k in range((number + 1) * count)]
+        os.environ[key] = ",".join(visible[number * count : (number + 1) * count])
+    try:
+        yield
+    finally:
+        if number:
+            os.environ.pop(key)
+            if before is not None:
+                os.environ[key] = before
 
 
 def _preload_openmp() -> None:

@@ -1,0 +1,181 @@
+"""The SGLang engine against a stand-in with the routes and field names of the real server."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.config.schema import Sampling
+from async_rl.config.schema import SGLangEngine as Settings
+from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError
+from async_rl.services.rollout.engine import Draft
+from async_rl.services.rollout.sglang_engine import SGLangEngine
+from tests.flow.sglang_stand_in import StandIn
+
+END = 9
+
+
+class Given:
+    aliases = {}
+
+    def __init__(self, version):
+        self.version, self.path = version, "/dev/shm/slot"
+
+    def tensors(self):
+        return iter({"w": torch.ones(2, 3)}.items())
+
+
+def reader(version):
+    async def read(apply):
+        await apply(Given(version))
+        return version
+
+    return read
+
+
+def with_engine(body, *, context=2000, request_s=20.0, **server):
+    async def main():
+        async with asyncio.timeout(30), StandIn(**server).serve() as stand_in:
+            settings = Settings(urls=[stand_in.address], context=context, request_s=request_s)
+            engine = SGLangEngine(stand_in.address, [END], settings)
+            try:
+                await engine.update(reader(0))
+                return await body(engine, stand_in)
+            finally:
+                await engine.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_tokens_and_log_probabilities_arrive(incremental):
+    async def body(engine, server):
+        made = await asyncio.gather(
+            engine.generate([100], Sampling(max_new_tokens=3, temperature=0.7), seed=2**40 + 5),
+            engine.generate([5], Sampling(max_new_tokens=30), greedy=True),
+        )
+        return made, [sent for path, sent in server.bodies if path == "/generate"]
+
+    (cut, ended), sent = with_engine(body, incremental=incremental, end=END)
+    assert (cut.tokens, cut.stop, cut.versions) == ([101, 102, 103], "length", [(0, 3)])
+    assert cut.logprobs == pytest.approx([-10.1, -10.2, -10.3])
+    assert (ended.tokens, ended.stop) == ([6, 7, 8, 9], "eos")
+    warm, greedy = (one["sampling_params"] for one in sent)
+    assert (warm["temperature"], warm["top_k"], warm["stop_token_ids"]) == (0.7, -1, [END])
+    assert greedy["temperature"] == 0.0 and warm["sampling_seed"] == (2**40 + 5) % 2**31
+
+
+def test_a_context_that_is_full():
+    async def body(engine, server):
+        with pytest.raises(EngineFault, match="no room"):
+            await engine.generate([1] * 50, Sampling())
+        return await engine.generate([1] * 45, Sampling(max_new_tokens=30))
+
+    made = with_engine(body, context=50)
+    assert (len(made.tokens), made.stop) == (5, "context")
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_an_update_in_flight_leaves_what_was_sampled_and_spans_of_versions(incremental):
+    """Field reports 33, 34: a flush that is refused is tried again, and nothing is aborted."""
+
+    async def body(engine, server):
+        drafts = [Draft() for _ in range(16)]
+        sampling = Sampling(max_new_tokens=60)
+        tasks = [asyncio.create_task(engine.generate([100], sampling, draft=draft)) for draft in drafts]
+        while min(len(draft.tokens) for draft in drafts) < 5:
+            await asyncio.sleep(0.005)
+        server.flushes_refused = 3
+        await engine.update(reader(1))
+        oldest = [draft.oldest_version for draft in drafts]
+        return await asyncio.gather(*tasks), oldest, server
+
+    done, oldest, server = with_engine(body, incremental=incremental)
+    assert oldest == [0] * 16
+    for made in done:
+        assert made.tokens == [101 + k for k in range(60)]
+        assert [version for version, _ in made.versions] == [0, 1]
+    assert "/abort_request" not in server.calls
+    assert [path for path in server.calls if path != "/generate"] == [
+        *("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"),
+        *("/pause_generation", *["/flush_cache"] * 4, "/update_weights_from_disk", "/continue_generation"),
+    ]
+    assert server.loaded == [{"w": (2, 3)}] * 2
+    assert not any(Path(sent["model_path"]).exists() for path, sent in server.bodies if "disk" in path)
+
+
+def test_a_kept_cache_keeps_the_oldest_version():
+    async def body(engine, server):
+        draft = Draft()
+        task = asyncio.create_task(engine.generate([100], Sampling(max_new_tokens=40), draft=draft))
+        while len(draft.tokens) < 5:
+            await asyncio.sleep(0.005)
+        await engine.update(reader(1), keep_cache=True)
+        return await task, await engine.generate([5], Sampling(max_new_tokens=2)), server.bodies
+
+    kept, fresh, bodies = with_engine(body)
+    assert kept.versions == [(0, 40)] and fresh.versions == [(1, 2)]
+    modes = [sent["mode"] for path, sent in bodies if path == "/pause_generation"]
+    flushed = [sent["flush_cache"] for path, sent in bodies if path == "/update_weights_from_disk"]
+    assert modes == ["retract", "in_place"] and flushed == [True, False]
+
+
+def test_weights_that_are_refused_leave_the_old_ones():
+    """Field report 35."""
+
+    async def body(engine, server):
+        server.refuse_weights = "shape mismatch"
+        with pytest.raises(PublicationError, match="shape mismatch"):
+            await engine.update(reader(1))
+        return engine.version, await engine.generate([5], Sampling(max_new_tokens=2))
+
+    version, made = with_engine(body)
+    assert version == 0 and made.versions == [(0, 2)]
+
+
+def test_what_is_cancelled_is_aborted_on_the_server():
+    async def body(engine, server):
+        draft = Draft()
+        task = asyncio.create_task(engine.generate([100], Sampling(max_new_tokens=1500), draft=draft))
+        while not draft.tokens:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return server.calls, len(draft.tokens) == len(draft.logprobs)
+
+    calls, whole = with_engine(body)
+    assert calls[-1] == "/abort_request" and whole
+
+
+def test_an_abort_that_is_not_ours_is_a_fault_of_this_request():
+    async def body(engine, server):
+        draft = Draft()
+        task = asyncio.create_task(engine.generate([100], Sampling(max_new_tokens=1500), draft=draft))
+        while not draft.tokens:
+            await asyncio.sleep(0.005)
+        next(iter(server.running.values())).aborted = True
+        with pytest.raises(EngineFault, match="ended the request"):
+            await task
+
+    with_engine(body)
+
+
+def test_a_server_that_is_gone_and_a_flush_that_is_never_granted():
+    async def gone():
+        engine = SGLangEngine("http://127.0.0.1:9", [END], Settings(urls=["http://127.0.0.1:9"]))
+        try:
+            with pytest.raises(EngineDied, match="127"):
+                await engine.generate([5], Sampling())
+        finally:
+            await engine.close()
+
+    asyncio.run(gone())
+
+    async def body(engine, server):
+        server.flushes_refused = 10**6
+        with pytest.raises(DeadlineExceeded, match=r"rollout\.engine\.request_s"):
+            await engine.update(reader(1))
+        return server.paused
+
+    assert with_engine(body, request_s=0.3) == ""
