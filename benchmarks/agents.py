@@ -4,8 +4,8 @@
 
 Episodes of four tool calls, each log-normal (median 0.3 s, one in a hundred above 5 s); the model's time is off (the
 fake engine), everything else is real: buffer, rollout, reward and weight-sync in processes of their own, tools that
-sleep in asyncio. This process is the trainer, whose step takes `--train-s`. Every mode trains the same number of groups, of the
-same tasks, with the same tool times.
+sleep in asyncio. This process is the trainer, whose step takes `--train-s`. Every mode trains the same number of
+groups, of the same tasks, with the same tool times.
 
 `ideal` is the tools' time of what was trained, spread evenly over the concurrency, or the trainer's own time where that
 is more. The last line printed is one JSON object.

@@ -85,12 +85,9 @@ ReadWeights = Callable[[Apply], Awaitable[int]]
 class Engine(Protocol):
     """Samples completions. Attributes tell what the service must know of it."""
 
+    version: int  # of the weights; -1 before the first update
     context: int  # tokens of prompt and completion together
     returns_survivors: bool  # whether it can say which ids top_p and top_k kept
-
-    @property
-    def version(self) -> int:
-        """Of the weights; -1 before the first update."""
 
     async def generate(
         self,

@@ -80,6 +80,11 @@ class Engines:
     def version(self) -> int:
         return min(engine.version for engine in self._engines)
 
+    @version.setter
+    def version(self, version: int) -> None:
+        for engine in self._engines:
+            engine.version = version
+
     async def generate(
         self,
         prompt: list[int],
