@@ -1,6 +1,7 @@
 """`async-rl eval RUN.toml`: scores a checkpoint on the run's held-out data, by the run's own engine and grader."""
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.config import Config, load
-from async_rl.config.schema import Sampling
+from async_rl.config.schema import Rollout, Sampling, SGLangEngine, VLLMEngine
 from async_rl.data import check as check_data
 from async_rl.data import held_out_tasks
 from async_rl.errors import UserError
@@ -49,24 +50,30 @@ def evaluate(
 async def score(config: Config, tasks: list[Task], samples: int, temperature: float) -> list[list[Score]]:
     """`samples` scores of each task, all generated together by one engine."""
     from async_rl.services.reward.pool import GraderPool
+    from async_rl.services.rollout import environments
     from async_rl.services.rollout.backends import build
-    from async_rl.services.rollout.held import trajectory
+    from async_rl.services.rollout.member import Sampler
 
     greedy = temperature == 0
     sampling: Sampling = msgspec.structs.replace(config.sampling, temperature=temperature or 1.0)
+    if isinstance(config.rollout.engine, VLLMEngine | SGLangEngine):  # another environment's, or another's weights
+        config = msgspec.structs.replace(config, rollout=Rollout())
     engine, text = await build(config)
     engine.version = 0
     room = asyncio.Semaphore(config.rollout.max_in_flight)
 
-    async def one(pool: GraderPool, task: Task, seed: int) -> Score:
+    async def one(pool: GraderPool, task: Task, number: int) -> Score:
+        def seed(call: int) -> int:
+            return config.seed + number + call * samples
+
         async with room:
-            prompt = text.encode(task)
-            completion = await engine.generate(prompt, sampling, greedy=greedy, seed=seed)
-        return await pool.grade(task, trajectory(prompt, completion, text.decode(completion.tokens)))
+            made = await sampler.sample(task, sampling, greedy=greedy, seed=seed, drafts=[])
+        return await pool.grade(task, made)
 
     try:
-        async with GraderPool(config.reward) as pool:
-            flat = await asyncio.gather(*(one(pool, task, config.seed + k) for task in tasks for k in range(samples)))
+        async with GraderPool(config.reward) as pool, contextlib.AsyncExitStack() as resources:
+            sampler = Sampler(engine, text, await environments.build(config, text, engine.context, resources))
+            flat = await asyncio.gather(*(one(pool, task, k) for task in tasks for k in range(samples)))
     finally:
         await engine.close()
     return [flat[i : i + samples] for i in range(0, len(flat), samples)]

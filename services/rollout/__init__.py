@@ -3,6 +3,7 @@
 service.py               the loop: lease, sample, hand in; updates of the weights
 held.py                  the leases held, and what may be done about them (pure)
 meter.py                 the worker's own counts
+member.py                one trajectory: a completion, or an episode
 episodes.py              many calls of the engine, one trajectory: what an episode sees, its caps
 environments.py          the environment that the configuration names
 agents.py                an agent of the user's own, a program or a function

@@ -6,15 +6,18 @@ from async_rl.agents.loop import tool_loop
 from async_rl.agents.parsers import PARSERS
 from async_rl.agents.processes import Processes
 from async_rl.agents.tools import named
-from async_rl.config.schema import Adapter, AgentProgram, Environment, EpisodeFunction, ToolLoop
+from async_rl.config.schema import Adapter, AgentProgram, Config, Environment, EpisodeFunction, ToolLoop
 from async_rl.models.text import ChatText
 from async_rl.services.rollout.episodes import Episode, Episodes, Policy
 from async_rl.trajectory import Task
 from async_rl.user_code import load
 
 
-async def build(settings: Environment, text: ChatText, context: int, resources: contextlib.AsyncExitStack) -> Episodes:
-    """What it opens (processes, servers) is closed with `resources`."""
+async def build(config: Config, text: ChatText, context: int, resources: contextlib.AsyncExitStack) -> Episodes | None:
+    """The run's episodes, None where a trajectory is one completion. What they open is closed with `resources`."""
+    settings = config.environment
+    if settings is None:
+        return None
     processes = Processes(settings.tool_processes)
     resources.push_async_callback(processes.close)
     parse = PARSERS[text.parser if settings.parser == "auto" else settings.parser]

@@ -12,9 +12,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import msgspec
 
 from async_rl.actor.outbox import Outbox
 from async_rl.actor.remote import Remote
@@ -22,7 +21,6 @@ from async_rl.actor.service import Service
 from async_rl.config.modes import bounds, trajectories
 from async_rl.config.schema import Config
 from async_rl.errors import ConfigError, DeadlineExceeded, EngineDied, PeerRefused, PublicationError, WorkRevoked
-from async_rl.models.text import ChatText
 from async_rl.protocol.buffer import (
     Acquire,
     BufferReply,
@@ -41,12 +39,12 @@ from async_rl.protocol.buffer import (
 )
 from async_rl.protocol.control import ControlReply, ControlRequest
 from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
+from async_rl.services.rollout import environments
 from async_rl.services.rollout.backends import build
-from async_rl.services.rollout.engine import Apply, Completion, Draft, Engine
-from async_rl.services.rollout.episodes import Episodes
-from async_rl.services.rollout.held import Held, Ledger, seed_of, trajectory
+from async_rl.services.rollout.engine import Apply, Engine
+from async_rl.services.rollout.held import Held, Ledger, seed_of
+from async_rl.services.rollout.member import Sampler
 from async_rl.services.rollout.meter import Meter
-from async_rl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from async_rl.weights.reader import Received, Subscriber
@@ -83,27 +81,22 @@ class RolloutService(Service):
         self._newer = False  # a version is out that this worker has yet to load
         self._ended = False
         self._engine: Engine
-        self._text: ChatText
-        self._episodes: Episodes | None = None
+        self._sampler: Sampler
         self._buffer: Remote
         self._weights: Subscriber
 
     async def work(self) -> None:
         from async_rl.weights.reader import Subscriber
 
-        self._engine, self._text = await build(self.config)
+        self._engine, text = await build(self.config)
         try:
             async with (
                 contextlib.AsyncExitStack() as resources,
                 self.remote("buffer", BufferRequest, BufferReply) as self._buffer,
                 self.remote("weight_sync", WeightSyncRequest, WeightSyncReply) as weight_sync,
             ):
-                if self.config.environment is not None:
-                    from async_rl.services.rollout import environments
-
-                    self._episodes = await environments.build(
-                        self.config.environment, self._text, self._engine.context, resources
-                    )
+                episodes = await environments.build(self.config, text, self._engine.context, resources)
+                self._sampler = Sampler(self._engine, text, episodes)
                 self._weights = Subscriber(weight_sync, self.name, self.incarnation)
                 if not await self._first_weights():
                     return
@@ -144,16 +137,16 @@ class RolloutService(Service):
     async def _group(self, held: Held) -> None:
         lease = held.lease
         try:
-            prompt = self._prompt(held) if self._episodes is None else []
-            if isinstance(prompt, str):
-                await self._fail(lease.id, None, prompt)
+            unfit = self._sampler.unfit(lease.task)
+            if unfit is not None:
+                await self._fail(lease.id, None, unfit)
                 return
             started = Started(self.name, self.incarnation, lease.id, self._engine.version)
             if (await self._ask(started, LeaseReply)).outcome == "revoked":
                 return
             async with asyncio.TaskGroup() as members:
                 for member in lease.members:
-                    members.create_task(self._member(held, member, prompt), name=f"member {member}")
+                    members.create_task(self._member(held, member), name=f"member {member}")
         except* WorkRevoked as revoked:
             log.info("%s: group %d: %s", self.name, lease.id.group, revoked.exceptions[0])
         finally:
@@ -161,11 +154,17 @@ class RolloutService(Service):
             self._tasks.pop(lease.id, None)
             self._changed.set()
 
-    async def _member(self, held: Held, member: int, prompt: list[int]) -> None:
+    async def _member(self, held: Held, member: int) -> None:
         lease = held.lease
         self._meter.begin(time.monotonic())
         try:
-            result = await self._trajectory(held, member, prompt)
+            result = await self._sampler.sample(
+                lease.task,
+                lease.sampling,
+                greedy=member in lease.greedy,
+                seed=partial(seed_of, self.config.seed, lease, member),
+                drafts=held.drafts[member],
+            )
         except EngineDied:
             raise
         except Exception as error:  # of this member alone; the others go on
@@ -183,37 +182,8 @@ class RolloutService(Service):
             log.warning("%s: group %d member %d: %s", self.name, lease.id.group, member, reply.reason)
         self._meter.finished(result.sampled)
 
-    async def _trajectory(self, held: Held, member: int, prompt: list[int]) -> Trajectory:
-        """One completion of `prompt`, or an episode."""
-        lease, drafts = held.lease, held.drafts[member]
-
-        async def sample(ids: list[int], limit: int | None, call: int, draft: Draft) -> Completion:
-            asked = lease.sampling
-            if limit is not None and limit < asked.max_new_tokens:
-                asked = msgspec.structs.replace(asked, max_new_tokens=limit)
-            greedy, seed = member in lease.greedy, seed_of(self.config.seed, lease, member, call)
-            return await self._engine.generate(ids, asked, greedy=greedy, seed=seed, draft=draft)
-
-        if self._episodes is not None:
-            return await self._episodes.run(lease.task, sample, drafts)
-        drafts[:] = [Draft()]
-        completion = await sample(prompt, None, 0, drafts[0])
-        return trajectory(prompt, completion, self._text.decode(completion.tokens))
-
     async def _finish(self, results: list[Sampled]) -> list[LeaseReply]:
         return (await self._ask(FinishGenerate(self.name, self.incarnation, results), LeaseReplies)).replies
-
-    def _prompt(self, held: Held) -> list[int] | str:
-        """The task's prompt as tokens, or why there is none."""
-        try:
-            prompt = self._text.encode(held.lease.task)
-        except Exception as error:  # a chat template is code that came with the model
-            return f"the prompt cannot be rendered: {type(error).__name__}: {error}"
-        if not prompt:
-            return "the prompt is empty"
-        if len(prompt) >= self._engine.context:
-            return f"a prompt of {len(prompt)} tokens leaves no room in a context of {self._engine.context}"
-        return prompt
 
     async def _beat(self) -> None:
         every_s = min(self.config.services.lease_s / 3, 1.0)

@@ -1,7 +1,7 @@
 """An SGLang server over HTTP: token ids in; ids and log-probabilities out, streamed into the draft.
 
 An update retracts the requests in flight (`/pause_generation` mode retract), flushes the cache, has the server read the
-new weights from shared memory (`/update_weights_from_disk`), and goes on: what was sampled stays, what the cache held is
+new weights from shared memory (`/update_weights_from_disk`), and goes on: what was sampled stays, and the cache is
 computed again. With a kept cache it pauses in place. Log-probabilities are of log_softmax(z / T), which is SGLang's
 default (SGLANG_RETURN_ORIGINAL_LOGPROB must not be set on the server).
 

@@ -52,8 +52,12 @@ def test_trajectories_of_a_real_model_over_an_update_in_flight(tmp_path, folder)
         async with asyncio.timeout(100), ring(config, tmp_path, published=3, model=policies[3]) as r:
             r.buffer.offer(4, members=4, prompt="spell cat: ", answer="tac")
             await r.until(lambda: r.service._ledger.in_flight == 16, 60)
-            drafts = [d for held in r.service._ledger.held.values() for ds in held.drafts.values() for d in ds]
-            await r.until(lambda: max(len(d.tokens) for d in drafts) > 3)
+
+            def longest():
+                held = r.service._ledger.held.values()
+                return max((len(d.tokens) for h in held for drafts in h.drafts.values() for d in drafts), default=0)
+
+            await r.until(lambda: longest() > 3)
             r.relay.publish(4, policies[4])
             await r.until(lambda: len(r.buffer.finished) == 16, 60)
             live = r.service._engine.checksums()
