@@ -1,11 +1,12 @@
 """Agents whose tools take long now and then: what asynchronous training is worth.
 
-    python benchmarks/agents.py [--steps 16] [--train-s 1.0]
+    python benchmarks/agents.py [--steps 32] [--train-s 1.0]
 
 Episodes of four tool calls, each log-normal (median 0.3 s, one in a hundred above 5 s); the model's time is off (the
 fake engine), everything else is real: buffer, rollout, reward and weight-sync in processes of their own, tools that
 sleep in asyncio. This process is the trainer, whose step takes `--train-s`. Every mode trains the same number of
-groups, of the same tasks, with the same tool times.
+groups, of the same tasks, with the same tool times, and is measured to the end of step `--steps`; the run goes on
+behind it, so that nobody runs out of work before.
 
 `ideal` is the tools' time of what was trained, spread evenly over the concurrency, or the trainer's own time where that
 is more. The last line printed is one JSON object.
@@ -46,6 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 SERVICES = ("buffer", "weight-sync", "rollout", "reward")
 POLL_S = 2.0
+AHEAD = 16  # steps that the run has beyond those that are measured
 STARTED_S = 60.0
 
 
@@ -75,7 +77,7 @@ def configure(folder: Path, name: str, steps: int, groups: int, size: int, mode:
             "runs": str(folder),
             "model": {"path": "none"},
             "data": {"format": "plain", "train": [{"kind": "jsonl", "path": str(data)}]},
-            "max_steps": steps,
+            "max_steps": steps + AHEAD,
             "batch": {"groups": groups, "group_size": size},
             "sampling": {"max_new_tokens": 8},
             "rollout": {
@@ -90,7 +92,7 @@ def configure(folder: Path, name: str, steps: int, groups: int, size: int, mode:
     )
 
 
-async def train(config: Config, train_s: float) -> dict[str, Any]:
+async def train(config: Config, steps: int, train_s: float) -> dict[str, Any]:
     """The trainer: draws, sleeps, publishes; wall-clock from the first version to the end of the last step."""
     model, tool_s, lags, wait_s, dropped = torch.nn.Linear(1, 1), 0.0, [0.0], 0.0, 0
     run = RunDir.of(config)
@@ -107,7 +109,7 @@ async def train(config: Config, train_s: float) -> dict[str, Any]:
         publisher = Publisher(relay, epoch=1, bucket_bytes=2**20, publish_s=30.0)
         began = time.monotonic()
         await publisher.publish(0, model)
-        for step in range(config.max_steps):
+        for step in range(steps):
             asked = time.monotonic()
             drawn: Any = None
             while not isinstance(drawn, messages.Drawn):
@@ -122,7 +124,7 @@ async def train(config: Config, train_s: float) -> dict[str, Any]:
             await publisher.publish(step + 1, model)
         wall_s = time.monotonic() - began
         await buffer.ask(messages.Close("done"))
-    ideal_s = max(tool_s / config.rollout.max_in_flight, train_s * config.max_steps)
+    ideal_s = max(tool_s / config.rollout.max_in_flight, train_s * steps)
     return {
         "wall_s": round(wall_s, 2),
         "tool_s": round(tool_s, 1),
@@ -161,7 +163,7 @@ def measure(folder: Path, name: str, given: argparse.Namespace) -> dict[str, Any
         with (run.logs / f"{service}.log").open("wb") as log:
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(__file__).parent.parent))
     try:
-        return uvloop.run(train(config, given.train_s))
+        return uvloop.run(train(config, given.steps, given.train_s))
     finally:
         for process in reversed(processes):
             process.terminate()
@@ -171,7 +173,7 @@ def measure(folder: Path, name: str, given: argparse.Namespace) -> dict[str, Any
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=16)
+    options.add_argument("--steps", type=int, default=32)
     options.add_argument("--groups", type=int, default=8, help="of a step (B)")
     options.add_argument("--group-size", type=int, default=8)
     options.add_argument("--train-s", type=float, default=1.0)

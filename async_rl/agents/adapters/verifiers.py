@@ -8,6 +8,7 @@ Task k of the run is task k of the environment's task set, over and over.
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -25,13 +26,14 @@ class EpisodeFailed(Exception):
 def verifiers_agent(make: Callable[[], Any]) -> Callable[[Task, str], Awaitable[float]]:
     """An agent for the gateway; the environment is made and its servers are started with the first episode."""
     started: asyncio.Future[tuple[Any, list[Any]]] | None = None
+    serving = contextlib.AsyncExitStack()
 
     async def environment() -> tuple[Any, list[Any]]:
         nonlocal started
         if started is None:
             started = asyncio.get_running_loop().create_future()
             made = make()
-            await made.serving().__aenter__()  # until the service ends
+            await serving.enter_async_context(made.serving())  # until the service ends
             started.set_result((made, list(made.taskset)))
         return await asyncio.shield(started)
 
