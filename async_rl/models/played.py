@@ -34,10 +34,15 @@ def played(config: Config, tokenizer: Any, tasks: list[Task]) -> "list[Example]"
     """One episode of each task; ConfigError where one does not fit the model."""
     assert config.warmup is not None and config.warmup.demonstrate is not None
     function = load(KEY, config.warmup.demonstrate, "demonstrate(task, random)")
-    return [
-        _example(config, tokenizer, task, function(task, random.Random(f"{config.seed} {task.index}")))
-        for task in tasks
-    ]
+    examples = []
+    for task in tasks:
+        try:
+            turns = function(task, random.Random(f"{config.seed} {task.index}"))
+        except Exception as error:  # the user's own
+            where = f"{KEY} = '{config.warmup.demonstrate}': task {task.index} of '{task.source}'"
+            raise ConfigError(f"{where}: {type(error).__name__}: {error}") from None
+        examples.append(_example(config, tokenizer, task, turns))
+    return examples
 
 
 def own_source(config: Config) -> str:

@@ -34,6 +34,7 @@ class LiveLine:
         self._console = console
         self._quiet = quiet
         self._printed = -1
+        self._concern = ""
         self._rates = Rates()
 
     def say(self, text: str) -> None:
@@ -76,6 +77,10 @@ class LiveLine:
             return
         text = live_text(self._config.max_steps, state, self._rates.update(time.monotonic(), report))
         step = int(state.detail.get("step", 0))
+        concern = str(state.detail.get("concern", ""))
+        if concern and concern != self._concern:
+            self._concern = concern
+            self.say(f"warning: {concern}")
         if status is not None:
             status.update(text)
         elif step != self._printed:

@@ -4,6 +4,7 @@ service.py      the loop over the run's steps, and what it says to the buffer an
 step.py         one step as a dataflow over roles: draw -> what they say -> advantages -> updates
 roles.py        policy, reference, critic, reward model, teacher
 objective.py    what an update of the policy minimises
+concerns.py     figures that stay where nothing is learned, in words
 masks.py        which tokens of a trajectory enter the loss
 samples.py      the trajectories of a draw as tensors
 packing.py      trajectories -> micro-batches without padding

@@ -49,6 +49,7 @@ from async_rl.protocol.buffer import (
 from async_rl.protocol.control import ControlReply, ControlRequest, Stop
 from async_rl.protocol.weight_sync import Fence, WeightSyncReply, WeightSyncRequest
 from async_rl.services.trainer.checkpoint import Checkpoints
+from async_rl.services.trainer.concerns import Concerns
 from async_rl.services.trainer.evaluation import Evaluations
 from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, step_record
 from async_rl.services.trainer.policy import Policy
@@ -70,6 +71,7 @@ class TrainerService(Service):
         super().__init__(config, name)
         self._stage = "starting"
         self._metrics = MetricsFile(self.run.metrics)
+        self._concerns, self._concern = Concerns(), ""
         self._failed_publications = 0
         self._published = -1  # newest version that became visible
         self._started = time.monotonic()
@@ -204,6 +206,9 @@ class TrainerService(Service):
             held_out=self._newest_evaluation,
         )
         self._metrics.write(record)
+        for concern in self._concerns.note(record):
+            self._concern = f"step {record.step}: {concern}"
+            log.warning("%s", self._concern)
 
     async def _publish(self, version: int) -> None:
         try:
@@ -320,6 +325,7 @@ class TrainerService(Service):
             "step": self.version,
             "version": self.version,
             "max_steps": self.config.max_steps,
+            "concern": self._concern or None,
         }
         newest = self._newest_evaluation
         if newest is not None:

@@ -31,6 +31,29 @@ def test_a_recipe_learns(tmp_path: Path, recipe: str, before: float, after: floa
     assert ring.left_over(tmp_path) == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("files", "name", "before", "after"),
+    [
+        (["agents/calculator.toml"], "calculator", 0.4, 0.6),
+        (["agents/calculator.toml", "agents/openai_agent.toml"], "openai_agent", 0.4, 0.6),
+        (["agents/files.toml"], "files", 0.3, 0.5),
+        (["countdown/laptop.toml"], "countdown", 0.6, 0.65),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_recipe_of_agents_learns(tmp_path: Path, files: list[str], name: str, before: float, after: float) -> None:
+    (tmp_path / "recipes").symlink_to(RECIPES)  # modules and data are named from the repository's root
+    status, output = ring.run("train", *(f"recipes/{file}" for file in files), cwd=tmp_path, timeout=1700)
+    assert status == 0, output
+    summary = json.loads((tmp_path / "runs" / name / "summary.json").read_text())
+    assert summary["held_out"]["before"] < before
+    assert summary["held_out"]["after"] >= after
+    assert summary["groups"]["conserved"]
+    assert ring.left_over(tmp_path) == []
+
+
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the quickstart's model is ready."""

@@ -7,18 +7,24 @@ from typing import Any
 
 import pytest
 
+from async_rl.agents.processes import Processes
+from async_rl.agents.tools import named
 from async_rl.cli.check import facts
 from async_rl.config import bounds, load, parse
 from async_rl.config.consistency import algorithm_problems
+from async_rl.config.schema import ToolLoop
 from async_rl.data import TaskStream, held_out_tasks
 from async_rl.data import check as check_data
 from async_rl.models import prepare
-from async_rl.models.tiny import check_shape, missing_characters
+from async_rl.models.played import played
+from async_rl.models.tiny import build_tokenizer, check_shape, missing_characters
 from async_rl.models.warmup import demonstrations
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 PRESETS = sorted((ROOT / "recipes" / "algorithms").glob("*.toml"))
+AGENTS = [[path] for path in sorted((ROOT / "recipes").glob("*/*.toml")) if "max_steps" in path.read_text()]
+AGENTS.append([ROOT / "recipes" / "agents" / name for name in ("calculator.toml", "openai_agent.toml")])
 WARMED_UP = [path for path in RECIPES if load(path).warmup is not None]
 
 
@@ -37,6 +43,21 @@ def test_a_recipe_parses_and_its_numbers_agree(recipe: Path) -> None:
     bounds(config)
     prepare.check_exclusive(config)
     assert config.name == recipe.stem
+
+
+@pytest.mark.parametrize("files", AGENTS, ids=lambda files: files[-1].stem)
+def test_a_recipe_of_agents_is_a_run(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # its modules and data are named from here
+    config = load(files[0], [str(path) for path in files[1:]])
+    bounds(config)
+    prepare.check_exclusive(config)
+    check_data(config.data)
+    if config.warmup is not None:
+        tokenizer = build_tokenizer(config.warmup)
+        examples = played(config, tokenizer, demonstrations(config)[:50])
+        assert all(sum(example.learned or ()) >= 2 for example in examples)
+    if config.environment is not None and isinstance(config.environment.run, ToolLoop):
+        assert len(named(config.environment.run.functions, Processes(1))) == len(config.environment.run.functions)
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)

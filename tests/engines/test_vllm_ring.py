@@ -1,0 +1,66 @@
+"""The whole ring with rollouts on the real vLLM: services here, workers in vLLM's environment (`make test-vllm`)."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.flow import ring
+
+PYTHON = os.environ.get("ASYNC_RL_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not PYTHON, reason="ASYNC_RL_VLLM_PYTHON names no interpreter; `make test-vllm` does"),
+]
+SETTINGS = [
+    "rollout.engine.kind=vllm",
+    "rollout.engine.max_requests=16",
+    "rollout.engine.kv_cache_bytes=67108864",
+    "rollout.max_in_flight=16",
+    "services.connect_s=120",
+]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("warm")
+    ring.make_run(folder)
+    status, output = ring.run("warmup", "run.toml", cwd=folder)
+    assert status == 0, output
+    return folder
+
+
+def test_twenty_updates_in_flight_and_the_mismatch_stays_small(warm: Path, tmp_path: Path) -> None:
+    """The sampler's log-probabilities are the trainer's: k3 over tokens of lag 0 is rounding, in every step."""
+    folder = tmp_path / "work"
+    shutil.copytree(warm, folder)
+    given = [*SETTINGS, f"rollout.python={PYTHON}", "max_steps=20", "trainer.learning_rate=3e-3"]
+    status, output = ring.run("train", "run.toml", *given, cwd=folder, timeout=300)
+    assert status == 0, output
+    steps = ring.steps(folder)
+    assert len(steps) == 20
+    fresh = [step["mismatch_by_lag"]["0"][1] for step in steps if "0" in step["mismatch_by_lag"]]
+    print("mismatch KL (k3) at lag 0, step by step:", [f"{k3:.1e}" for k3 in fresh])
+    assert fresh and max(fresh) < 1e-8
+    assert max(step["lag_max"] for step in steps) <= 2
+    assert ring.summary(folder)["failed_publications"] == 0
+    assert ring.left_over(folder) == []
+
+
+def test_a_worker_that_is_killed_leaves_no_engine_and_the_run_goes_on(warm: Path, tmp_path: Path) -> None:
+    """Field report 54, of an engine with processes of its own."""
+    folder = tmp_path / "work"
+    shutil.copytree(warm, folder)
+    process = ring.start("train", "run.toml", *SETTINGS, f"rollout.python={PYTHON}", "max_steps=12", cwd=folder)
+    ring.until(lambda: len(ring.steps(folder)) >= 2, "two steps", 120)
+    pid = ring.pid_of(folder, "rollout-0")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    status, output = ring.finish(process, 250)
+    assert status == 0, output
+    assert "starting it anew" in output
+    assert len(ring.steps(folder)) == 12
+    ring.until(lambda: not ring.left_over(folder), "the end of every process of the run", 30)
