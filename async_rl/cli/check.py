@@ -10,6 +10,7 @@ from pathlib import Path
 from async_rl.actor.mailbox import refuse_public
 from async_rl.buffers.settings import Settings
 from async_rl.cli.engines import engine_problems
+from async_rl.cli.environments import environment_problems
 from async_rl.config import Config, bounds, load
 from async_rl.config.algorithms import CustomAdvantage, CustomLoss
 from async_rl.config.consistency import algorithm_problems
@@ -80,7 +81,7 @@ def _algorithm_in_words(config: Config) -> str:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    basic = (_staleness, batch_problems, _algorithm, _groups, engine_problems, _data, _model)
+    basic = (_staleness, batch_problems, _algorithm, _groups, engine_problems, environment_problems, _data, _model)
     for step in (*basic, _grader, _addresses, _memory):
         try:
             found = list(step(config))

@@ -43,6 +43,8 @@ class AgentEpisode:
         try:
             returned = await (self._run(session) if self._function is None else self._call(self._function, session))
         except Exception:
+            if session.died is not None:
+                raise session.died from None
             if session.reward is None and not policy.is_over:
                 raise
             returned = None

@@ -10,11 +10,12 @@ Sampling is the run's: a temperature that an agent asks for would make other log
 trained, and is left aside. What cannot be left aside (guided decoding, penalties, stop strings) is refused by name.
 """
 
+import asyncio
 import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from async_rl.agents.llm import EpisodeOver, Reply
-from async_rl.errors import AsyncRLError, EngineFault
+from async_rl.errors import AsyncRLError, EngineDied, EngineFault
 from async_rl.services.rollout.episodes import Policy
 from async_rl.trajectory import Task
 
@@ -38,8 +39,9 @@ REFUSED = {
 }
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Policy, dict[str, Any]], Awaitable[tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]]]
+Answer = tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]
 """The reply, and the same as the events of a stream."""
+Handler = Callable[[Policy, dict[str, Any]], Coroutine[Any, Any, Answer]]
 
 
 class Refused(AsyncRLError):
@@ -53,6 +55,8 @@ class Session:
         self.task, self.policy = task, policy
         self.base_url = address
         self.reward: float | None = None
+        self.died: EngineDied | None = None  # the engine, while it answered a request
+        self.answering: set[asyncio.Task[Any]] = set()
 
 
 class Gateway:
@@ -95,6 +99,8 @@ class Gateway:
 
     def close(self, session: Session) -> None:
         self._sessions.pop(session.base_url.rpartition("/")[2], None)
+        for task in session.answering:  # of an episode that is over nobody waits for an answer
+            task.cancel()
 
     # --- routes --------------------------------------------------------------------------------------
 
@@ -103,7 +109,9 @@ class Gateway:
             try:
                 session, body = self._session(request), await _json(request)
                 self._judge(body)
-                reply, events = await handler(session.policy, body)
+                reply, events = await self._answer(session, handler, body)
+            except EngineDied as error:
+                return _error(503, str(error), "engine_died")
             except EpisodeOver as error:
                 code = "context_length_exceeded" if error.stop == "context" else "episode_over"
                 return _error(400, str(error), code)
@@ -116,6 +124,18 @@ class Gateway:
             return web.json_response(reply)
 
         return handle
+
+    async def _answer(self, session: Session, handler: Handler, body: dict[str, Any]) -> Answer:
+        task = asyncio.ensure_future(handler(session.policy, body))
+        session.answering.add(task)
+        try:
+            return await task
+        except EngineDied as error:
+            session.died = error
+            raise
+        finally:
+            session.answering.discard(task)
+            task.cancel()
 
     def _judge(self, body: dict[str, Any]) -> None:
         for key, what in REFUSED.items():
@@ -154,7 +174,7 @@ class Gateway:
 # --- OpenAI ------------------------------------------------------------------------------------------
 
 
-async def openai(policy: Policy, body: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
+async def openai(policy: Policy, body: dict[str, Any]) -> Answer:
     """POST /v1/chat/completions."""
     if body.get("n") not in (None, 1):
         raise Refused("n: ask once for each choice")
@@ -204,7 +224,7 @@ def _text(part: Any) -> str:
 # --- Anthropic ---------------------------------------------------------------------------------------
 
 
-async def anthropic(policy: Policy, body: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
+async def anthropic(policy: Policy, body: dict[str, Any]) -> Answer:
     """POST /v1/messages."""
     messages = from_anthropic(body)
     tools = [

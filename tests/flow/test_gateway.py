@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from async_rl.config.schema import AgentProgram
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, EngineDied, EngineFault
 from async_rl.services.rollout.agents import AgentEpisode, AgentFailed
 from async_rl.services.rollout.gateway import Gateway
 from tests.flow.episode_material import TASK, Script, call_of, episodes
@@ -191,3 +191,24 @@ def test_garbage_and_strangers_are_answered():
 def test_an_agent_is_a_command_or_a_function():
     with pytest.raises(ConfigError, match="either a command or a function"):
         AgentEpisode(AgentProgram(), Gateway())
+
+
+def test_a_dead_engine_ends_the_worker_whatever_the_agent_makes_of_it():
+    def stubborn(task, base_url):
+        client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
+        client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+
+    with pytest.raises(EngineDied, match="gone"):
+        drive(stubborn, Script(EngineDied("gone")))
+
+
+def test_when_the_episode_is_over_nothing_is_sampled_for_it():
+    script = Script("x", delay_s=30.0)
+
+    async def agent(task, base_url):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key="none")
+        await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+
+    with pytest.raises(EngineFault, match="sampled nothing"):
+        drive(agent, script, timeout_s=0.5, retries=0)
+    assert script.prompts == []
