@@ -30,6 +30,7 @@ from async_rl.trajectory import StopReason
 
 EXTENSION = "async_rl.services.rollout.vllm_worker.SlotReader"
 CPU_CACHE_BYTES = 2**30
+CPU_BLOCK = 32  # tokens that are cached together; of vLLM's 128 there, a short prompt of a group fills none
 STARTUP = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -80,6 +81,7 @@ class VLLMEngine:
             max_num_batched_tokens=settings.max_batch_tokens,
             # A prompt in parts draws random numbers for nothing and gives them back, which a CPU's generator cannot.
             enable_chunked_prefill=False if on_cpu() else None,
+            block_size=CPU_BLOCK if on_cpu() else None,
             tensor_parallel_size=settings.tensor_parallel,
             enforce_eager=not settings.compile,
             kv_cache_memory_bytes=settings.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu() else None),
@@ -90,12 +92,13 @@ class VLLMEngine:
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
         )
-        self._engine = AsyncLLM.from_engine_args(arguments)
+        self._engine: Any = AsyncLLM.from_engine_args(arguments)
         self.context: int = self._engine.model_config.max_model_len
         self._ids = itertools.count()
         self._drafts: set[Draft] = set()
         self.prefilled = 0  # prompt tokens that were computed, not found in the cache
         self._keep_cache = False
+        self._updated = False  # before, vLLM has a label of its own for the version
         self._turn = asyncio.Lock()  # updates, one at a time
 
     async def generate(
@@ -158,7 +161,7 @@ class VLLMEngine:
             try:
                 version = await read(self._apply)
                 await self._alive(self._engine.update_weight_version(str(version)))
-                self.version = version
+                self.version, self._updated = version, True
                 if not keep_cache:
                     for draft in self._drafts:
                         draft.mark(version)
@@ -166,7 +169,9 @@ class VLLMEngine:
                 await self._alive(self._engine.resume_generation())
 
     async def close(self) -> None:
-        self._engine.shutdown()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
 
     @property
     def unfinished(self) -> int:
@@ -189,7 +194,7 @@ class VLLMEngine:
 
     def _settle(self, draft: Draft, spans: Any) -> None:
         """The versions of a finished draft, as vLLM has counted them."""
-        if self._keep_cache or not spans:
+        if self._keep_cache or not spans or not self._updated:
             return
         draft.marks[:] = [(int(span.version), span.start) for span in spans]
 
