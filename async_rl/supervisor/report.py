@@ -169,6 +169,7 @@ def summary_rows(summary: dict[str, Any], restarts: dict[str, int]) -> list[tupl
         ),
         ("lag of trained tokens", lag_line(summary["lag_histogram"])),
         ("mismatch KL (k3)", _figure(summary["mismatch_kl_k3"], ".2e")),
+        *episode_rows(summary),
         ("skipped updates", str(summary["skipped_updates"])),
         ("failed publications", str(summary["failed_publications"])),
         ("restarts", ", ".join(f"{name} {count}" for name, count in sorted(restarts.items())) or "none"),
@@ -176,6 +177,14 @@ def summary_rows(summary: dict[str, Any], restarts: dict[str, int]) -> list[tupl
         ("checkpoint", summary["checkpoint"] or "none"),
     ]
     return rows
+
+
+def episode_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """`turns 2.1, tool calls 1,234 (error 3, ok 1,231)`, where there were any."""
+    tools, turns = summary["tools"], summary["turns_mean"]
+    if not tools and turns <= 1:
+        return []
+    return [("episodes", f"turns {turns:.1f}, tool calls {_by_reason(tools)}")]
 
 
 def conservation_line(groups: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from async_rl.config.schema import Config
 from async_rl.protocol.buffer import BufferReport, WorkerStats
 from async_rl.rundir import write_atomically
 from async_rl.services.trainer.metrics import EvaluationRecord, StepRecord
+from async_rl.trajectory import ToolStatus
 
 FORMAT = 1
 
@@ -58,6 +59,8 @@ class Summary(msgspec.Struct, frozen=True):
     lag_histogram: dict[int, int]  # lag -> tokens in the loss
     mismatch_kl_k1: float | None  # mean of the steps
     mismatch_kl_k3: float | None
+    turns_mean: float  # completions of a trajectory
+    tools: dict[ToolStatus, int]  # tool calls of what was trained, by how they went
     skipped_updates: int
     failed_publications: int
     wall_s: float
@@ -104,6 +107,8 @@ def summary(
         lag_histogram=dict(sorted(lags.items())),
         mismatch_kl_k1=_mean([step.mismatch_kl_k1 for step in steps]),
         mismatch_kl_k3=_mean([step.mismatch_kl_k3 for step in steps]),
+        turns_mean=_mean([step.turns_mean for step in steps]) or 0.0,
+        tools=dict(sum((Counter(step.tools) for step in steps), start=Counter[ToolStatus]())),
         skipped_updates=sum(step.skipped_updates for step in steps),
         failed_publications=failed_publications,
         wall_s=wall_s,
