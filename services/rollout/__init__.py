@@ -8,6 +8,7 @@ episodes.py              many calls of the engine, one trajectory: what an episo
 environments.py          the environment that the configuration names
 agents.py                an agent of the user's own, a program or a function
 gateway.py               OpenAI's and Anthropic's endpoints in front of the policy
+  dialects.py            their requests and replies
 
 engine.py                the seam: what an engine owes
 router.py                several engines as one, by cached prefixes and load

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import msgspec
 
 from async_rl.config.schema import Sampling
+from async_rl.errors import EngineFault
 from async_rl.protocol.weight_sync import Manifest
 from async_rl.trajectory import Spans, StopReason, extend_spans
 
@@ -55,6 +56,19 @@ class Draft:
 
     def completion(self, stop: StopReason) -> Completion:
         return Completion(self.tokens, self.logprobs, self.versions(), stop, self.survivors or None)
+
+
+def room(prompt: list[int], sampling: Sampling, context: int) -> int:
+    """New tokens that may follow `prompt`; EngineFault where none may."""
+    limit = min(sampling.max_new_tokens, context - len(prompt))
+    if limit < 1:
+        raise EngineFault(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")
+    return limit
+
+
+def cut_by(tokens: int, sampling: Sampling) -> StopReason:
+    """Which limit ended a completion of `tokens` tokens, where one did."""
+    return "length" if tokens >= sampling.max_new_tokens else "context"
 
 
 class Weights(Protocol):

@@ -14,16 +14,16 @@ import asyncio
 import json
 import logging
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from async_rl.agents.llm import EpisodeOver, Reply
-from async_rl.errors import AsyncRLError, EngineDied, EngineFault
+from async_rl.agents.llm import EpisodeOver
+from async_rl.errors import EngineDied, EngineFault
+from async_rl.services.rollout.dialects import Answer, Handler, Refused, anthropic, openai
 from async_rl.services.rollout.episodes import Policy
 from async_rl.trajectory import Task
 
@@ -38,14 +38,6 @@ REFUSED = {
     "presence_penalty": "penalties",
 }
 log = logging.getLogger(__name__)
-
-Answer = tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]
-"""The reply, and the same as the events of a stream."""
-Handler = Callable[[Policy, dict[str, Any]], Coroutine[Any, Any, Answer]]
-
-
-class Refused(AsyncRLError):
-    """A request that cannot be carried out as it is."""
 
 
 class Session:
@@ -171,152 +163,7 @@ class Gateway:
             return _error(404, str(error), "refused")
 
 
-# --- OpenAI ------------------------------------------------------------------------------------------
-
-
-async def openai(policy: Policy, body: dict[str, Any]) -> Answer:
-    """POST /v1/chat/completions."""
-    if body.get("n") not in (None, 1):
-        raise Refused("n: ask once for each choice")
-    messages = [_plain(message) for message in _list(body, "messages")]
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    reply = await policy.chat(messages, tools=body.get("tools") or (), max_new_tokens=limit)
-    finish = "length" if reply.stop != "eos" else "tool_calls" if reply.calls else "stop"
-    logprobs = _logprobs(reply) if body.get("logprobs") else None
-    head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.get("model", "policy")}
-    usage = _usage(reply, "prompt_tokens", "completion_tokens") | {
-        "total_tokens": reply.prompt_tokens + len(reply.tokens)
-    }
-    choice = {"index": 0, "message": reply.message, "finish_reason": finish, "logprobs": logprobs}
-    whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
-    delta = dict(reply.message)
-    if reply.calls:
-        delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(delta["tool_calls"])]
-    chunk = {**head, "object": "chat.completion.chunk"}
-    events: list[tuple[str, dict[str, Any]]] = [
-        ("", {**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}),
-        ("", {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}], "usage": usage}),
-    ]
-    return whole, events
-
-
-def _logprobs(reply: Reply) -> dict[str, Any]:
-    pairs = zip(reply.tokens, reply.logprobs, strict=True)
-    return {"content": [{"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs]}
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """With its content as text; parts other than text are refused."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_text(part) for part in content)
-    role = "system" if message.get("role") == "developer" else message.get("role")
-    return {**message, "role": role, "content": content}
-
-
-def _text(part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise Refused(f"messages: a part of type {kind!r}; this policy reads text")
-    return str(part["text"])
-
-
-# --- Anthropic ---------------------------------------------------------------------------------------
-
-
-async def anthropic(policy: Policy, body: dict[str, Any]) -> Answer:
-    """POST /v1/messages."""
-    messages = from_anthropic(body)
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool["name"],
-                "description": tool.get("description", ""),
-                "parameters": tool.get("input_schema", {}),
-            },
-        }
-        for tool in body.get("tools") or ()
-    ]
-    reply = await policy.chat(messages, tools=tools, max_new_tokens=body.get("max_tokens"))
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": reply.content}] if reply.content else []
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments or {}} for call in reply.calls
-    ]
-    stop = "max_tokens" if reply.stop != "eos" else "tool_use" if reply.calls else "end_turn"
-    head = {
-        "id": f"msg_{secrets.token_hex(8)}",
-        "type": "message",
-        "role": "assistant",
-        "model": body.get("model", "policy"),
-    }
-    usage = _usage(reply, "input_tokens", "output_tokens")
-    whole = {**head, "content": blocks, "stop_reason": stop, "stop_sequence": None, "usage": usage}
-    begin = {**whole, "content": [], "stop_reason": None}
-    events: list[tuple[str, dict[str, Any]]] = [("message_start", {"type": "message_start", "message": begin})]
-    for n, block in enumerate(blocks):
-        if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            empty = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        for kind, rest in (
-            ("content_block_start", {"content_block": empty}),
-            ("content_block_delta", {"delta": delta}),
-            ("content_block_stop", {}),
-        ):
-            events.append((kind, {"type": kind, "index": n, **rest}))
-    ending = {"stop_reason": stop, "stop_sequence": None}
-    events.append(("message_delta", {"type": "message_delta", "delta": ending, "usage": usage}))
-    events.append(("message_stop", {"type": "message_stop"}))
-    return whole, events
-
-
-def from_anthropic(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a request in OpenAI's form."""
-    system = body.get("system")
-    if isinstance(system, list):
-        system = "".join(_text(part) for part in system)
-    made: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for message in _list(body, "messages"):
-        content = message.get("content")
-        if isinstance(content, str):
-            made.append({"role": message.get("role"), "content": content})
-            continue
-        text = "".join(_text(part) for part in content if part.get("type") not in ("tool_use", "tool_result"))
-        used = [part for part in content if part.get("type") == "tool_use"]
-        for part in content:
-            if part.get("type") == "tool_result":
-                given = part.get("content") or ""
-                answer = given if isinstance(given, str) else "".join(_text(piece) for piece in given)
-                made.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": answer})
-        if used:
-            calls = [
-                {
-                    "id": part["id"],
-                    "type": "function",
-                    "function": {"name": part["name"], "arguments": json.dumps(part["input"])},
-                }
-                for part in used
-            ]
-            made.append({"role": "assistant", "content": text, "tool_calls": calls})
-        elif text:
-            made.append({"role": message.get("role"), "content": text})
-    return made
-
-
 # --- HTTP --------------------------------------------------------------------------------------------
-
-
-def _usage(reply: Reply, prompt: str, completion: str) -> dict[str, int]:
-    return {prompt: reply.prompt_tokens, completion: len(reply.tokens)}
-
-
-def _list(body: dict[str, Any], key: str) -> list[Any]:
-    found = body.get(key)
-    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
-        raise Refused(f"{key}: a list of messages is wanted")
-    return found
 
 
 async def _json(request: web.Request) -> dict[str, Any]:

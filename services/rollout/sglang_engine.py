@@ -25,7 +25,7 @@ import aiohttp
 from async_rl.config.schema import Sampling
 from async_rl.config.schema import SGLangEngine as Settings
 from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError
-from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights
+from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
 from async_rl.trajectory import StopReason
 
 LINE_BYTES = 2**26
@@ -62,9 +62,7 @@ class SGLangEngine:
         draft: Draft | None = None,
     ) -> Completion:
         draft = draft or Draft()
-        limit = min(sampling.max_new_tokens, self.context - len(prompt))
-        if limit < 1:
-            raise EngineFault(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
+        limit = room(prompt, sampling, self.context)
         rid = secrets.token_hex(16)
         body = {
             "rid": rid,
@@ -206,4 +204,4 @@ class SGLangEngine:
             return "eos"
         if kind != "length":
             raise EngineFault(f"sglang ended the request: {(finish or {}).get('message') or kind}")
-        return "length" if tokens >= sampling.max_new_tokens else "context"
+        return cut_by(tokens, sampling)

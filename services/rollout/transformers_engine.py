@@ -34,7 +34,7 @@ from async_rl.errors import EngineDied, EngineFault
 from async_rl.models.attention import NAME as PACKED
 from async_rl.models.attention import use_packed_attention
 from async_rl.services.rollout import paged_cache
-from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights
+from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
 from async_rl.services.rollout.live_weights import LiveWeights
 from async_rl.services.rollout.prefixes import Prefills, forget, share_only
 from async_rl.services.rollout.sampler import Row, sample, truncates
@@ -122,9 +122,7 @@ class TransformersEngine:
         draft: Draft | None = None,
     ) -> Completion:
         draft = draft or Draft()
-        limit = min(sampling.max_new_tokens, self.context - len(prompt))
-        if limit < 1:
-            raise EngineFault(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
+        limit = room(prompt, sampling, self.context)
         request = _Request(prompt, sampling, greedy, limit, seed, draft)
         await self._open.wait()
         self._submit(request)
@@ -238,7 +236,7 @@ class TransformersEngine:
         tokens = request.draft.tokens
         if tokens[-1] in self._ends:
             return "eos"
-        return "length" if len(tokens) >= request.sampling.max_new_tokens else "context"
+        return cut_by(len(tokens), request.sampling)
 
     def settle(self, outputs: list[Any]) -> None:
         """What the manager says of requests that ended; on the event loop."""

@@ -25,7 +25,7 @@ from async_rl.config.schema import Model, Sampling
 from async_rl.config.schema import VLLMEngine as Settings
 from async_rl.errors import EngineDied, EngineFault, PublicationError, UserError
 from async_rl.protocol.weight_sync import Manifest
-from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights
+from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
 from async_rl.trajectory import StopReason
 
 EXTENSION = "async_rl.services.rollout.vllm_worker.SlotReader"
@@ -115,9 +115,7 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         draft = draft or Draft()
-        limit = min(sampling.max_new_tokens, self.context - len(prompt))
-        if limit < 1:
-            raise EngineFault(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}")
+        limit = room(prompt, sampling, self.context)
         parameters = SamplingParams(
             temperature=0.0 if greedy else sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
@@ -203,7 +201,7 @@ class VLLMEngine:
             return "eos"
         if reason != "length":
             raise EngineFault(f"vllm ended the request: {reason or 'without a reason'}")
-        return "length" if tokens >= sampling.max_new_tokens else "context"
+        return cut_by(tokens, sampling)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -168,7 +168,13 @@ def test_garbage_and_strangers_are_answered():
                 ("/v1/chat/completions", b"\xff{"),
                 ("/v1/chat/completions", b"[]"),
                 ("/v1/chat/completions", b'{"messages": 3}'),
+                ("/v1/chat/completions", b'{"messages": [{"content": "no role"}]}'),
+                ("/v1/chat/completions", b'{"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}'),
+                ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "tools": [3]}'),
+                ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}'),
                 ("/v1/messages", b'{"messages": ["x"]}'),
+                ("/v1/messages", b'{"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}'),
+                ("/v1/messages", b'{"messages": [{"role": "user", "content": 3}], "max_tokens": 5}'),
                 ("/reward", b'{"reward": "much"}'),
                 ("/reward", b"{}"),
             ):
