@@ -74,8 +74,7 @@ def start(run: RunDir, settings: Config, config: Config, begin: int, out: Path) 
     checkpoint that is young enough. settings: the run's; config: the replay's. UserError without any."""
     first = trainable(config.model, out / "policy")
     if begin == 0:
-        policy = Policy(load_policy(first, device=config.trainer.device), config)
-        return Start(0, settings.model.path, Roles.around(policy, config, first), load_tokenizer(first))
+        return Start(0, settings.model.path, Roles.load(config, first), load_tokenizer(first))
     checkpoints = Checkpoints(run.checkpoints, settings.trainer.keep_checkpoints)
     version = next((version for version in checkpoints.versions if version >= begin), None)
     if version is None:

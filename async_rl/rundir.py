@@ -183,3 +183,12 @@ def write_atomically(path: Path, text: str) -> None:
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
+
+
+def make_durable(path: Path) -> None:
+    """What was written to a file, or which files are in a folder, survives a power failure once this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

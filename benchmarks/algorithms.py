@@ -100,23 +100,20 @@ def summed(results: list[dict[str, Any]]) -> dict[str, Any]:
 async def play(job: Job) -> dict[str, Any]:
     from async_rl.config import load
     from async_rl.data import TaskStream, held_out_tasks
-    from async_rl.models.load import load_policy
     from async_rl.services.reward.graders import build as build_grader
     from async_rl.services.rollout.backends import build
     from async_rl.services.trainer.metrics import step_record
-    from async_rl.services.trainer.policy import Policy
     from async_rl.services.trainer.roles import Roles
     from async_rl.services.trainer.step import train_step
 
     lag = [f"staleness.max={job.lag}", "staleness.on_exceed=mask", "mode=async", f"seed={job.seed}"]
     config = load(RECIPE, [str(PRESETS / f"{job.preset}.toml"), *lag, *job.overrides])
-    policy = Policy(load_policy(config.model), config)
-    roles = Roles.around(policy, config, config.model)
+    roles = Roles.load(config, config.model)
     engine, text = await build(config)
     table = Table(config, engine, text, build_grader(config.reward.grader))
     tasks, held_out = TaskStream(config.data, config.seed), held_out_tasks(config.data)
     try:
-        kept = deque([Weights.of(policy.model, 0)], maxlen=job.lag + 1)
+        kept = deque([Weights.of(roles.policy.model, 0)], maxlen=job.lag + 1)
         await table.show(kept[0])
         before = await table.score(held_out)
         records, spent = [], 0.0
@@ -130,7 +127,7 @@ async def play(job: Job) -> dict[str, Any]:
             records.append(
                 step_record(drawn, result, on_exceed="mask", wall_s=0.0, draw_wait_s=0.0, train_s=0.0, held_out=None)
             )
-            kept.append(Weights.of(policy.model, step + 1))
+            kept.append(Weights.of(roles.policy.model, step + 1))
         await table.show(kept[-1])
         after = await table.score(held_out)
     finally:

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from async_rl.rundir import RunDir
 log = logging.getLogger(__name__)
 
 
-class Service:
+class Service(ABC):
     """One actor. Subclasses give `kind`, the unions of their messages, `work`, and `handle` for their own."""
 
     kind: ClassVar[str]
@@ -48,9 +49,9 @@ class Service:
         self._mailbox: Mailbox | None = None
         self._born = time.monotonic()
 
+    @abstractmethod
     async def work(self) -> None:
         """The service's own loop; the service ends when it returns. Watches `self.stopping`."""
-        raise NotImplementedError
 
     async def handle(self, request: Any) -> Any:
         """The reply to a request of the service's own; an AsyncRLError goes back to the asker."""

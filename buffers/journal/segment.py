@@ -15,6 +15,7 @@ from async_rl.buffers.journal import record
 from async_rl.buffers.journal.record import Kind, Part
 from async_rl.buffers.store import KeptDraw
 from async_rl.errors import JournalDamaged, WireError
+from async_rl.rundir import make_durable
 from async_rl.trajectory import Trajectory
 
 _OPEN = 8  # files held open to read from
@@ -109,7 +110,7 @@ class Segments:
         try:
             append(file, parts)
             unfinished.rename(path)
-            self._sync()
+            make_durable(self.folder)
         except BaseException:
             os.close(file)
             raise
@@ -122,15 +123,8 @@ class Segments:
             freed += path.stat().st_size
             path.unlink()
         if freed:
-            self._sync()
+            make_durable(self.folder)
         return freed
-
-    def _sync(self) -> None:
-        handle = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def append(file: int, parts: Sequence[Part]) -> None:

@@ -8,7 +8,6 @@ checkpoints/damaged-step-00000040/          one that could not be read again
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from async_rl.config.schema import Config, Model
 from async_rl.errors import AsyncRLError, ConfigError, UserError
 from async_rl.models.load import load_policy, load_tokenizer
 from async_rl.protocol.buffer import Cursor
-from async_rl.rundir import write_atomically
+from async_rl.rundir import make_durable, write_atomically
 from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.trained import Progress, weights_checksum
@@ -80,7 +79,7 @@ class Checkpoints:
         _make_durable(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.replace(target)
-        _sync(self._folder)
+        make_durable(self._folder)
         write_atomically(self._folder / "latest", target.name + "\n")
         for old in self.versions[: -self._keep]:
             shutil.rmtree(self.path(old), ignore_errors=True)
@@ -149,17 +148,9 @@ def _save_state(folder: Path, roles: Roles, config: Config, version: int, cursor
 
 def _make_durable(folder: Path) -> None:
     for path in _files(folder):
-        _sync(path)
+        make_durable(path)
 
 
 def _files(folder: Path) -> Iterator[Path]:
     yield from folder.rglob("*")
     yield folder
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

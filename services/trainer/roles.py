@@ -33,6 +33,11 @@ class Roles:
     kl: float = 0.0  # the coefficient of algorithm.kl, as it is now
 
     @classmethod
+    def load(cls, config: Config, first: Model, ranks: Ranks | None = None) -> "Roles":
+        """A policy that begins as `first`, and the others."""
+        return cls.around(Policy(load_policy(first, device=config.trainer.device), config, ranks), config, first, ranks)
+
+    @classmethod
     def around(cls, policy: Policy, config: Config, first: Model, ranks: Ranks | None = None) -> "Roles":
         """`policy` and the others that `config` asks for. first: the model that the run began with. UserError where
         one cannot be loaded, or speaks another vocabulary."""

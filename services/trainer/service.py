@@ -26,7 +26,7 @@ from async_rl.actor.service import Service
 from async_rl.config.modes import bounds
 from async_rl.config.schema import Config
 from async_rl.errors import AsyncRLError, DeadlineExceeded, InvariantError, PeerRefused, PublicationError
-from async_rl.models.load import load_policy, load_tokenizer, trainable
+from async_rl.models.load import load_tokenizer, trainable
 from async_rl.protocol.buffer import (
     Begin,
     Begun,
@@ -52,7 +52,6 @@ from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.concerns import Concerns
 from async_rl.services.trainer.evaluation import Evaluations
 from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, step_record
-from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.step import train_step
 from async_rl.services.trainer.summary import summary, write
@@ -299,8 +298,7 @@ class TrainerService(Service):
             self._roles, self._tokenizer, self.version = resumed.roles, resumed.tokenizer, resumed.state.version
             log.info("goes on from the checkpoint of version %d", self.version)
             return resumed.state.cursor
-        policy = Policy(load_policy(first, device=self.config.trainer.device), self.config)
-        self._roles = Roles.around(policy, self.config, first)
+        self._roles = Roles.load(self.config, first)
         self._tokenizer, self.version = load_tokenizer(first), 0
         return None
 

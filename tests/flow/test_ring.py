@@ -15,20 +15,10 @@ from tests.flow import ring
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose model is warmed up already."""
-    folder = tmp_path_factory.mktemp("prepared")
-    ring.make_run(folder)
-    status, output = ring.run("warmup", "run.toml", cwd=folder)
-    assert status == 0, output
-    return folder
-
-
 @pytest.fixture
-def folder(prepared: Path, tmp_path: Path) -> Path:
+def folder(warm: Path, tmp_path: Path) -> Path:
     target = tmp_path / "work"
-    shutil.copytree(prepared, target)
+    shutil.copytree(warm, target)
     return target
 
 
