@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from async_rl.trajectory import StopReason
 EXTENSION = "async_rl.services.rollout.vllm_worker.SlotReader"
 CPU_CACHE_BYTES = 2**30
 CPU_BLOCK = 32  # tokens that are cached together; of vLLM's 128 there, a short prompt of a group fills none
+STALL_S = 300.0  # no forward pass, and no reading of the weights, takes so long
 STARTUP = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -98,6 +100,7 @@ class VLLMEngine:
         self._drafts: set[Draft] = set()
         self.prefilled = 0  # prompt tokens that were computed, not found in the cache
         self._keep_cache = False
+        self._heard = 0.0  # when the last token came
         self._updated = False  # before, vLLM has a label of its own for the version
         self._turn = asyncio.Lock()  # updates, one at a time
 
@@ -128,29 +131,43 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        inputs = {"prompt_token_ids": prompt, "cache_salt": str(self.version)}
         draft.mark(self.version)
         self._drafts.add(draft)
-        reason = ""
+        self._heard = time.monotonic()
+        consuming = asyncio.ensure_future(self._consume(prompt, parameters, draft))
         try:
-            async for output in self._engine.generate(inputs, parameters, str(next(self._ids))):
-                made = output.outputs[0]
-                if not draft.tokens:
-                    self.prefilled += len(prompt) - (output.num_cached_tokens or 0)
-                draft.logprobs.extend(
-                    table[token].logprob for token, table in zip(made.token_ids, made.logprobs or (), strict=True)
-                )
-                draft.tokens.extend(made.token_ids)
-                if made.finish_reason is not None:
-                    reason = made.finish_reason
-                    self._settle(draft, made.weight_versions)
+            while not (await asyncio.wait({consuming}, timeout=STALL_S / 10))[0]:
+                if time.monotonic() - self._heard > STALL_S and not self._turn.locked():
+                    raise EngineDied(f"vllm: no token in {STALL_S:g} s with {len(self._drafts)} requests in flight")
+            reason = consuming.result()
+        except (EngineDied, asyncio.CancelledError):
+            raise
         except EngineDeadError as error:
             raise EngineDied(f"vllm: {error}") from None
         except Exception as error:
             raise EngineFault(f"vllm: {type(error).__name__}: {error}") from None
         finally:
+            consuming.cancel()
             self._drafts.discard(draft)
         return draft.completion(self._stop_reason(reason, len(draft.tokens), sampling))
+
+    async def _consume(self, prompt: list[int], parameters: Any, draft: Draft) -> str:
+        """Into `draft`, what is sampled; why it ended. Cancelled, the request is aborted."""
+        inputs = {"prompt_token_ids": prompt, "cache_salt": str(self.version)}
+        reason = ""
+        async for output in self._engine.generate(inputs, parameters, str(next(self._ids))):
+            self._heard = time.monotonic()
+            made = output.outputs[0]
+            if not draft.tokens:
+                self.prefilled += len(prompt) - (output.num_cached_tokens or 0)
+            draft.logprobs.extend(
+                table[token].logprob for token, table in zip(made.token_ids, made.logprobs or (), strict=True)
+            )
+            draft.tokens.extend(made.token_ids)
+            if made.finish_reason is not None:
+                reason = made.finish_reason
+                self._settle(draft, made.weight_versions)
+        return reason
 
     async def update(self, read: ReadWeights, *, keep_cache: bool = False) -> None:
         async with self._turn:
@@ -186,7 +203,10 @@ class VLLMEngine:
     async def _alive(self, call: Any) -> None:
         """A call that only a dead engine fails: what it left half done cannot be mended."""
         try:
-            await call
+            async with asyncio.timeout(STALL_S):
+                await call
+        except TimeoutError:
+            raise EngineDied(f"vllm: no answer within {STALL_S:g} s") from None
         except Exception as error:
             raise EngineDied(f"vllm: {type(error).__name__}: {error}") from None
 
