@@ -94,6 +94,8 @@ class VLLMEngine:
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
         )
+        if on_cpu():
+            check_head_size(arguments.create_model_config().get_head_size())
         self._engine: Any = AsyncLLM.from_engine_args(arguments)
         self.context: int = self._engine.model_config.max_model_len
         self._ids = itertools.count()
@@ -251,6 +253,18 @@ def unfit(manifest: Manifest, expected: Mapping[str, tuple[int, ...]]) -> str | 
         seen |= names
     missing = sorted(expected.keys() - seen)
     return f"{missing[0]} is not among them ({len(missing)} names missing)" if missing else None
+
+
+def check_head_size(size: int) -> None:
+    """vLLM finds out at the first request, and dies of it."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise UserError(
+            f"model: its attention heads are {size} wide; vllm on a CPU takes {', '.join(map(str, sizes))}; "
+            "for a model of `async-rl warmup`, that is warmup.hidden_size / warmup.heads"
+        )
 
 
 def on_cpu() -> bool:

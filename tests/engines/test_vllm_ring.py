@@ -15,7 +15,9 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(not PYTHON, reason="ASYNC_RL_VLLM_PYTHON names no interpreter; `make test-vllm` does"),
 ]
+WIDE = "warmup.hidden_size=64"  # heads of 32, the smallest that vLLM's CPU attention takes
 SETTINGS = [
+    WIDE,
     "rollout.engine.kind=vllm",
     "rollout.engine.max_requests=16",
     "rollout.engine.kv_cache_bytes=67108864",
@@ -28,7 +30,7 @@ SETTINGS = [
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("warm")
     ring.make_run(folder)
-    status, output = ring.run("warmup", "run.toml", cwd=folder)
+    status, output = ring.run("warmup", "run.toml", WIDE, cwd=folder)
     assert status == 0, output
     return folder
 
@@ -64,3 +66,15 @@ def test_a_worker_that_is_killed_leaves_no_engine_and_the_run_goes_on(warm: Path
     assert "starting it anew" in output
     assert len(ring.steps(folder)) == 12
     ring.until(lambda: not ring.left_over(folder), "the end of every process of the run", 30)
+
+
+def test_a_model_that_vllm_cannot_run_is_one_line(tmp_path: Path) -> None:
+    """Heads of 16: vLLM would die at the first request, and be started anew again and again."""
+    ring.make_run(tmp_path)
+    given = [*SETTINGS, "warmup.hidden_size=32", f"rollout.python={PYTHON}"]
+    assert ring.run("warmup", "run.toml", *given, cwd=tmp_path)[0] == 0
+    status, output = ring.run("train", "run.toml", *given, cwd=tmp_path, timeout=120)
+    assert status == 2, output
+    assert "its attention heads are 16 wide" in output
+    assert "Traceback" not in output
+    assert ring.left_over(tmp_path) == []
