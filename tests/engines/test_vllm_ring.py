@@ -15,9 +15,10 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(not PYTHON, reason="ASYNC_RL_VLLM_PYTHON names no interpreter; `make test-vllm` does"),
 ]
-WIDE = "warmup.hidden_size=64"  # heads of 32, the smallest that vLLM's CPU attention takes
+# Heads of 32, the smallest that vLLM's CPU attention takes; enough steps that most groups have right and wrong ones.
+MODEL = ["warmup.hidden_size=64", "warmup.steps=400", "warmup.noise=0.2"]
 SETTINGS = [
-    WIDE,
+    *MODEL,
     "rollout.engine.kind=vllm",
     "rollout.engine.max_requests=16",
     "rollout.engine.kv_cache_bytes=67108864",
@@ -30,24 +31,28 @@ SETTINGS = [
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("warm")
     ring.make_run(folder)
-    status, output = ring.run("warmup", "run.toml", WIDE, cwd=folder)
+    status, output = ring.run("warmup", "run.toml", *MODEL, cwd=folder)
     assert status == 0, output
     return folder
 
 
-def test_twenty_updates_in_flight_and_the_mismatch_stays_small(warm: Path, tmp_path: Path) -> None:
-    """The sampler's log-probabilities are the trainer's: k3 over tokens of lag 0 is rounding, in every step."""
+@pytest.mark.parametrize(("mode", "lag", "enough"), [("sync", 0, 20), ("async", 2, 1)])
+def test_twenty_updates_and_the_mismatch_stays_small(
+    warm: Path, tmp_path: Path, mode: str, lag: int, enough: int
+) -> None:
+    """The sampler's log-probabilities are the trainer's: k3 over tokens of lag 0 is rounding, in every step that has
+    such tokens. Under async, updates come in flight, and how many tokens are sampled after one is for the clock."""
     folder = tmp_path / "work"
     shutil.copytree(warm, folder)
-    given = [*SETTINGS, f"rollout.python={PYTHON}", "max_steps=20", "trainer.learning_rate=3e-3"]
+    given = [*SETTINGS, f"mode={mode}", f"rollout.python={PYTHON}", "max_steps=20", "batch.groups=8"]
     status, output = ring.run("train", "run.toml", *given, cwd=folder, timeout=300)
     assert status == 0, output
     steps = ring.steps(folder)
     assert len(steps) == 20
     fresh = [step["mismatch_by_lag"]["0"][1] for step in steps if "0" in step["mismatch_by_lag"]]
-    print("mismatch KL (k3) at lag 0, step by step:", [f"{k3:.1e}" for k3 in fresh])
-    assert fresh and max(fresh) < 1e-8
-    assert max(step["lag_max"] for step in steps) <= 2
+    print(f"mismatch KL (k3) at lag 0, step by step ({mode}):", [f"{k3:.1e}" for k3 in fresh])
+    assert len(fresh) >= enough and max(fresh) < 1e-8
+    assert max(step["lag_max"] for step in steps) <= lag
     assert ring.summary(folder)["failed_publications"] == 0
     assert ring.left_over(folder) == []
 
