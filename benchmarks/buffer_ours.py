@@ -30,7 +30,7 @@ def trajectory(tokens: int = TOKENS, version: int = 0) -> Trajectory:
     action[0] = False
     ids = np.random.default_rng(0).integers(0, 150_000, tokens, dtype=np.int32)
     logprobs = np.where(action, -0.5, 0.0).astype(np.float32)
-    return Trajectory(ids, action, logprobs, [(version, tokens - 1)], "eos", "")
+    return Trajectory(ids, action, logprobs, [(version, tokens - 1)], stop="eos", text="")
 
 
 def at(sample: Trajectory, version: int) -> Trajectory:

@@ -262,7 +262,7 @@ def test_a_big_array_arrives_whole_and_does_not_stall_the_heartbeats_of_others()
         return LeaseReply("accepted")
 
     async def main():
-        trajectory = Trajectory(np.zeros(n, np.int32)[:1], np.ones(1, bool), array, [(0, 1)], "eos", "")
+        trajectory = Trajectory(np.zeros(n, np.int32)[:1], np.ones(1, bool), array, [(0, 1)], stop="eos", text="")
         box = Mailbox("", "buffer", BufferRequest, BufferReply, take)
         times = {"connect_s": 20, "ask_s": 20, "heartbeat_s": BEAT_S}
         async with box:

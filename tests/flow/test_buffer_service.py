@@ -139,7 +139,7 @@ def sample(version: int) -> Trajectory:
     action[0] = False
     logprobs = np.where(action, -0.5, 0.0).astype(np.float32)
     tokens = np.arange(TOKENS, dtype=np.int32)
-    return Trajectory(tokens, action, logprobs, [(version, TOKENS - 1)], "eos", "text")
+    return Trajectory(tokens, action, logprobs, [(version, TOKENS - 1)], stop="eos", text="text")
 
 
 class Buffer:
