@@ -152,6 +152,7 @@ class Trainer(Table, frozen=True):
     epsilon: PositiveFloat = 1e-8
     max_grad_norm: PositiveFloat = 1.0
     micro_batch_tokens: Positive = 4096  # packed tokens of one forward pass
+    logits_bytes: Positive = 268435456  # float32 logits that stand at once; more are made in parts, twice
     max_nonfinite: Positive = 3  # skipped updates in a row that end the run
     checkpoint_every: NonNegative = 0  # steps; 0: only the last
     keep_checkpoints: Positive = 2

@@ -9,6 +9,7 @@ masks.py        which tokens of a trajectory enter the loss
 samples.py      the trajectories of a draw as tensors
 packing.py      trajectories -> micro-batches without padding
 network.py      a model over packed rows, and what is read from it
+logits.py       logits that never stand in memory whole
 trained.py      a network with its optimizer
 policy.py       one update of the policy
 critic.py       values, and an update of them

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from async_rl.algorithms.value import value_loss
 from async_rl.config.schema import Config
+from async_rl.services.trainer.logits import Logits
 from async_rl.services.trainer.packing import Pack
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
@@ -33,7 +34,7 @@ class Critic(Trained):
 
     def values(self, samples: Sequence[Sample]) -> Tensor:
         """[A] float64, in the order of `samples`."""
-        return self.read(samples, lambda pack, logits: [logits[:, 0]], 1)[0]
+        return self.read(samples, lambda _, logits: logits.read(_value), 1)[0]
 
     def update(self, samples: Sequence[Sample]) -> ValueUpdate:
         """Towards the `returns` of `samples`, not further than the clip from their `values`. The mean is over the
@@ -41,14 +42,18 @@ class Critic(Trained):
         share = self.share(samples)
         tokens = int(self._ranks.sum_(torch.tensor([sum(sample.trained for sample in share)]))[0])
 
-        def loss(pack: Pack, logits: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(pack: Pack, logits: Logits) -> tuple[Tensor, Tensor]:
             assert pack.values is not None and pack.returns is not None
-            made = value_loss(logits[:, 0].double(), pack.values, pack.returns, self._clip)
+            made = value_loss(logits.read(_value)[0].double(), pack.values, pack.returns, self._clip)
             part = torch.where(pack.loss, made.values, 0.0).sum() / max(tokens, 1)
             return part, torch.stack([part, made.clipped[pack.loss].sum()])
 
         total, clipped = self.minimise([sample for sample in share if sample.trained], loss, figures=2)
         return ValueUpdate(total, clipped / max(tokens, 1), self.step().gradient_norm)
+
+
+def _value(logits: Tensor) -> tuple[Tensor]:
+    return (logits[:, 0],)
 
 
 def value_model(model: Any) -> Any:

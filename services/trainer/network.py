@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from async_rl.config.schema import Config
+from async_rl.services.trainer.logits import Logits, logits_of
 from async_rl.services.trainer.packing import Pack, packs
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
 from async_rl.services.trainer.sharing import share_prompts
 
-Read = Callable[[Pack, Tensor], Sequence[Tensor]]
-"""Pack, its logits [A, V] -> K columns [A]."""
+Read = Callable[[Pack, Logits], Sequence[Tensor]]
+"""Pack, its logits -> K columns [A]."""
 
 
 class Network:
@@ -25,23 +27,23 @@ class Network:
         self._ranks = ranks or Ranks()
         self._temperature = config.sampling.temperature
         self._capacity = config.trainer.micro_batch_tokens
+        self._logits_bytes = config.trainer.logits_bytes
         share_prompts(model)
 
-    def logits(self, pack: Pack) -> Tensor:
+    def logits(self, pack: Pack) -> Logits:
         """[A, V], where each action token of `pack` was sampled."""
-        out: Tensor = self.model(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            expand=pack.expand,
-            collapse=pack.collapse,
-            cu_seq_lens_q=pack.cu_seq_lens,
-            cu_seq_lens_k=pack.cu_seq_lens,
-            max_length_q=pack.max_length,
-            max_length_k=pack.max_length,
-            use_cache=False,
-            logits_to_keep=pack.predict,
-        ).logits[0]
-        return out
+        inputs = {
+            "input_ids": pack.input_ids,
+            "position_ids": pack.position_ids,
+            "expand": pack.expand,
+            "collapse": pack.collapse,
+            "cu_seq_lens_q": pack.cu_seq_lens,
+            "cu_seq_lens_k": pack.cu_seq_lens,
+            "max_length_q": pack.max_length,
+            "max_length_k": pack.max_length,
+            "use_cache": False,
+        }
+        return logits_of(self.model, inputs, pack.predict, self._logits_bytes)
 
     @torch.no_grad()
     def read(self, samples: Sequence[Sample], what: Read, columns: int) -> Tensor:
@@ -61,9 +63,11 @@ class Network:
         """[A] of the action tokens of `samples`, as Network.read."""
         return self.read(samples, lambda pack, logits: [self.of_tokens(pack, logits)[0]], 1)[0]
 
-    def of_tokens(self, pack: Pack, logits: Tensor, *, entropy_graph: bool = False) -> tuple[Tensor, Tensor]:
+    def of_tokens(self, pack: Pack, logits: Logits, *, entropy_graph: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probability [A] of each action token, with its graph, and the entropy [A], with one where asked for."""
-        return token_logprobs(logits, pack.targets, pack.survivors, self._temperature, entropy_graph=entropy_graph)
+        what = partial(token_logprobs, temperature=self._temperature, entropy_graph=entropy_graph)
+        logprobs, entropy = logits.read(what, pack.targets, pack.survivors)
+        return logprobs, entropy
 
 
 def token_logprobs(
@@ -83,11 +87,10 @@ def token_logprobs(
     return z.gather(1, targets[:, None])[:, 0] - kept.logsumexp(dim=-1), entropy
 
 
-def sum_pi_squared(logits: Tensor, survivors: Tensor | None, temperature: float) -> Tensor:
+def sum_pi_squared(logits: Tensor, survivors: Tensor | None, temperature: float) -> tuple[Tensor]:
     """[A] the sum of the squared probabilities, of the same distribution."""
     log_p, _ = _log_softmax(logits, survivors, temperature)
-    squared = torch.exp(2 * log_p)
-    return squared.sum(dim=-1)
+    return (torch.exp(2 * log_p).sum(dim=-1),)
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from async_rl.algorithms.kl import Mismatch, mismatch
 from async_rl.config.schema import Config
+from async_rl.services.trainer.logits import Logits
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.packing import Pack
 from async_rl.services.trainer.ranks import Ranks
@@ -53,7 +54,7 @@ class Policy(Trained):
         totals = objective.totals(share, self._ranks)
         seen: list[Mismatch] = []
 
-        def loss(pack: Pack, logits: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(pack: Pack, logits: Logits) -> tuple[Tensor, Tensor]:
             logprobs, entropy = self.of_tokens(pack, logits, entropy_graph=objective.settings.entropy > 0)
             finite = pack.finite
             seen.append(mismatch(logprobs[finite], pack.behaviour[finite], pack.lag[finite]))

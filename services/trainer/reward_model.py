@@ -11,6 +11,7 @@ from torch import Tensor
 from async_rl.algorithms.value import outcome_loss
 from async_rl.config.algorithms import PRIME
 from async_rl.config.schema import Config
+from async_rl.services.trainer.logits import Logits
 from async_rl.services.trainer.packing import Pack
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
@@ -37,7 +38,7 @@ class RewardModel(Trained):
         share = [sample for sample in self.share(samples) if sample.trained]
         count = int(self._ranks.sum_(torch.tensor([len(share)]))[0])
 
-        def loss(pack: Pack, logits: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(pack: Pack, logits: Logits) -> tuple[Tensor, Tensor]:
             assert pack.reference is not None
             implicit = self.of_tokens(pack, logits)[0].double() - pack.reference
             sums = torch.zeros(pack.sequences, dtype=torch.float64, device=implicit.device)

@@ -11,7 +11,7 @@ uses them as it likes. Pure of sockets and clocks; the service calls it in a thr
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -221,11 +221,12 @@ def _asked(batch: Batch, roles: Roles, needs: Sequence[Need]) -> dict[str, Any]:
         found["values"] = batch.column("values")
     if "old" in needs or "sum_pi_squared" in needs:
         policy = roles.policy
+        squares = partial(sum_pi_squared, temperature=batch.config.sampling.temperature)
         found["old"], found["sum_pi_squared"] = policy.read(
             batch.samples,
             lambda pack, logits: [
                 policy.of_tokens(pack, logits)[0],
-                sum_pi_squared(logits, pack.survivors, batch.config.sampling.temperature),
+                *logits.read(squares, pack.survivors),
             ],
             2,
         )

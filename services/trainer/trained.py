@@ -12,6 +12,7 @@ from torch import Tensor
 
 from async_rl.config.schema import Config, Trainer
 from async_rl.errors import AsyncRLError
+from async_rl.services.trainer.logits import Logits
 from async_rl.services.trainer.network import Network
 from async_rl.services.trainer.packing import Pack, packs
 from async_rl.services.trainer.ranks import Ranks
@@ -50,7 +51,7 @@ class Trained(Network):
         self._optimizer = _adamw(self._parameters, settings)
 
     def minimise(
-        self, share: Sequence[Sample], loss: Callable[[Pack, Tensor], tuple[Tensor, Tensor]], figures: int
+        self, share: Sequence[Sample], loss: Callable[[Pack, Logits], tuple[Tensor, Tensor]], figures: int
     ) -> list[float]:
         """Backward passes over this rank's `share`: the gradient of the sum of `loss`, which gives for a micro-batch
         and its logits its part of the loss, and so many figures. The figures, summed over all ranks."""
