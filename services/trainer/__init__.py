@@ -8,6 +8,7 @@ concerns.py     figures that stay where nothing is learned, in words
 masks.py        which tokens of a trajectory enter the loss
 samples.py      the trajectories of a draw as tensors
 packing.py      trajectories -> micro-batches without padding
+balance.py      work over ranks, evenly
 network.py      a model over packed rows, and what is read from it
 logits.py       logits that never stand in memory whole
 trained.py      a network with its optimizer

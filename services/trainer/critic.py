@@ -39,8 +39,7 @@ class Critic(Trained):
     def update(self, samples: Sequence[Sample]) -> ValueUpdate:
         """Towards the `returns` of `samples`, not further than the clip from their `values`. The mean is over the
         tokens in the loss, of all ranks."""
-        share = self.share(samples)
-        tokens = int(self._ranks.sum_(torch.tensor([sum(sample.trained for sample in share)]))[0])
+        tokens = sum(sample.trained for sample in samples)
 
         def loss(pack: Pack, logits: Logits) -> tuple[Tensor, Tensor]:
             assert pack.values is not None and pack.returns is not None
@@ -48,7 +47,7 @@ class Critic(Trained):
             part = torch.where(pack.loss, made.values, 0.0).sum() / max(tokens, 1)
             return part, torch.stack([part, made.clipped[pack.loss].sum()])
 
-        total, clipped = self.minimise([sample for sample in share if sample.trained], loss, figures=2)
+        total, clipped = self.minimise(self.share([sample for sample in samples if sample.trained]), loss, figures=2)
         return ValueUpdate(total, clipped / max(tokens, 1), self.step().gradient_norm)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from async_rl.config.schema import Config
 from async_rl.services.trainer.logits import Logits, logits_of
-from async_rl.services.trainer.packing import Pack, packs
+from async_rl.services.trainer.packing import Pack, packs, shares
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
 from async_rl.services.trainer.sharing import share_prompts
@@ -45,6 +45,13 @@ class Network:
         }
         return logits_of(self.model, inputs, pack.predict, self._logits_bytes)
 
+    def share(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Those that this rank passes."""
+        if self._ranks.size == 1:
+            return list(samples)
+        width = self.model.config.get_text_config().hidden_size
+        return shares(samples, self._ranks.size, self._capacity, width)[self._ranks.rank]
+
     @torch.no_grad()
     def read(self, samples: Sequence[Sample], what: Read, columns: int) -> Tensor:
         """[columns, A] float64 on the CPU: `what` of all `samples`, in their order. Each rank reads its share, all
@@ -52,7 +59,7 @@ class Network:
         starts = torch.tensor([0, *[len(sample.action) for sample in samples]]).cumsum(0)
         found = torch.zeros(columns, int(starts[-1]), dtype=torch.float64)
         numbered = [replace(sample, number=number) for number, sample in enumerate(samples)]
-        for pack in packs(numbered[self._ranks.rank :: self._ranks.size], self._capacity):
+        for pack in packs(self.share(numbered), self._capacity):
             pack = pack.to(self.model.device)
             made = torch.stack([column.double() for column in what(pack, self.logits(pack))]).cpu()
             where = torch.cat([torch.arange(int(starts[n]), int(starts[n + 1])) for n in pack.numbers])

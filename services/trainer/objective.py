@@ -17,7 +17,6 @@ from async_rl.config.algorithms import Algorithm, Correction
 from async_rl.config.modes import correction
 from async_rl.config.schema import Config
 from async_rl.services.trainer.packing import Columns, Pack, columns
-from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample, with_columns
 
 
@@ -73,11 +72,10 @@ class Objective:
         proportional = self.policy_loss.proportional and not self.kl and not self.settings.entropy
         return sample.carries if proportional else sample.trained > 0
 
-    def totals(self, samples: Sequence[Sample], ranks: Ranks) -> Totals:
-        """Denominators of the update that trains `samples` on this rank, over all ranks."""
+    def totals(self, samples: Sequence[Sample]) -> Totals:
+        """Denominators of the update that trains `samples`."""
         trained = [sample.trained for sample in samples]
-        both = ranks.sum_(torch.tensor([sum(trained), sum(n > 0 for n in trained)], dtype=torch.int64))
-        return Totals(tokens=int(both[0]), sequences=int(both[1]))
+        return Totals(tokens=sum(trained), sequences=sum(n > 0 for n in trained))
 
     def look_ahead(self, samples: Sequence[Sample], logprobs: Tensor, noise: Tensor) -> list[Sample]:
         """`samples` of a whole update with what its statistics decide: rejected tokens out of the loss, weights,

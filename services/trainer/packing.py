@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from async_rl.errors import InvariantError
+from async_rl.services.trainer.balance import balanced
 from async_rl.services.trainer.samples import Sample
 
 
@@ -89,6 +90,14 @@ def packs(samples: Sequence[Sample], capacity: int) -> list[Pack]:
     return [pack([sample for p in members for sample in parts[p]]) for members in bins]
 
 
+def shares(samples: Sequence[Sample], ranks: int, capacity: int, width: int) -> list[list[Sample]]:
+    """`samples` for each of `ranks`, evenly by what passes over them cost. Members of a group that fit into one
+    micro-batch stay together, so that their prompt is computed once. width: of the model's states."""
+    parts = [part for family in families(samples) for part in _cut(family, capacity)]
+    chosen = balanced([_cost(part, width) for part in parts], ranks)
+    return [[sample for p in members for sample in parts[p]] for members in chosen]
+
+
 def families(samples: Sequence[Sample]) -> list[list[Sample]]:
     """`samples` by equal prompts, in the order in which they come."""
     by_prompt: dict[bytes, list[Sample]] = {}
@@ -153,6 +162,11 @@ def columns(samples: Sequence[Sample]) -> dict[str, Any]:
 def _tokens(family: Sequence[Sample]) -> int:
     """Tokens of a row that holds `family`, whose prompt is one."""
     return len(family[0].prompt) + sum(len(sample.own) for sample in family)
+
+
+def _cost(family: Sequence[Sample], width: int) -> float:
+    """In tokens: 12 width^2 multiplications in a layer for each token, length^2 width for each causal attention."""
+    return _tokens(family) + sum(len(sample.tokens) ** 2 for sample in family) / (12 * width)
 
 
 def _cut(family: list[Sample], capacity: int) -> list[list[Sample]]:

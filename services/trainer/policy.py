@@ -50,8 +50,7 @@ class Policy(Trained):
         before = sum(sample.trained for sample in samples)
         if objective.looks_ahead:
             samples = objective.look_ahead(samples, self.logprobs(samples), self._noise(samples))
-        share = self.share(samples)
-        totals = objective.totals(share, self._ranks)
+        totals = objective.totals(samples)
         seen: list[Mismatch] = []
 
         def loss(pack: Pack, logits: Logits) -> tuple[Tensor, Tensor]:
@@ -63,7 +62,7 @@ class Policy(Trained):
             figures = [part.loss, inside.sum(), entropy[inside].sum(), part.clipped[inside].sum()]
             return part.loss, torch.stack([*figures, part.reference_kl[inside].sum(), part.weights[inside].sum()])
 
-        passed = [sample for sample in share if objective.needs_pass(sample)]
+        passed = self.share([sample for sample in samples if objective.needs_pass(sample)])
         total, tokens, entropy, clipped, reference_kl, weight = self.minimise(passed, loss, figures=6)
         stepped = self.step()
         return Update(

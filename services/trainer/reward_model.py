@@ -35,8 +35,8 @@ class RewardModel(Trained):
     def update(self, samples: Sequence[Sample]) -> OutcomeUpdate:
         """On the outcomes of `samples`, which have their `reference`; those without a token in the loss are left
         out."""
-        share = [sample for sample in self.share(samples) if sample.trained]
-        count = int(self._ranks.sum_(torch.tensor([len(share)]))[0])
+        trained = [sample for sample in samples if sample.trained]
+        count = len(trained)
 
         def loss(pack: Pack, logits: Logits) -> tuple[Tensor, Tensor]:
             assert pack.reference is not None
@@ -46,5 +46,5 @@ class RewardModel(Trained):
             part = outcome_loss(sums, pack.outcomes.double(), self._beta).sum() / max(count, 1)
             return part, torch.stack([part, ((sums > 0) == (pack.outcomes > 0.5)).sum()])
 
-        total, right = self.minimise(share, loss, figures=2)
+        total, right = self.minimise(self.share(trained), loss, figures=2)
         return OutcomeUpdate(total, right / max(count, 1), self.step().gradient_norm)

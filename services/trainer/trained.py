@@ -64,10 +64,6 @@ class Trained(Network):
         found: list[float] = self._ranks.sum_(sums).tolist()
         return found
 
-    def share(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Those of this rank."""
-        return list(samples[self._ranks.rank :: self._ranks.size])
-
     def step(self) -> Stepped:
         """One optimizer update with the gradients that are there.
 

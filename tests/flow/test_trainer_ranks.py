@@ -1,4 +1,4 @@
-"""Two ranks over gloo: one denominator, one gradient."""
+"""Ranks over gloo: one denominator, one gradient."""
 
 import json
 import os
@@ -29,9 +29,9 @@ if size > 1:
     )
 config = configuration()
 objective = Objective.of(config)
-own = [sample(trajectory([1], [2] * (2 if rank == 0 else 6)))]
-totals = objective.totals(own, ranks)
-losses = torch.full((len(own[0].action),), 1.0 if rank == 0 else 0.0)
+both = [sample(trajectory([1], [2] * count)) for count in (2, 6)]
+totals = objective.totals(both)
+losses = torch.full((len(both[min(rank, 1)].action),), 1.0 if rank == 0 else 0.0)
 weights = token_mean(torch.ones_like(losses), torch.zeros(len(losses)), 1, totals, 1)
 mean = float(ranks.sum_(weighted_sum(losses, weights)))
 policy = Policy(tiny_llama(), config, ranks)
@@ -80,13 +80,15 @@ def finish(processes):
             process.kill()
 
 
-def test_two_ranks_make_the_update_that_one_makes(tmp_path):
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_make_the_update_that_one_makes(tmp_path, size):
     """Field report 18: rank A two tokens of loss 1, rank B six of loss 0: 0.25 globally, not 0.5."""
-    first, second = finish([start(rank, 2, tmp_path / "store") for rank in range(2)])
-    assert first["mean"] == second["mean"] == 0.25
-    assert first["weights"] == second["weights"]
+    first, *others = finish([start(rank, size, tmp_path / "store") for rank in range(size)])
     (alone,) = finish([start(0, 1, tmp_path / "unused")])
-    assert first["other_weights"] == second["other_weights"] and alone["rejected"] and alone["clipped"]
+    assert alone["rejected"] and alone["clipped"]
+    for other in others:
+        assert first["mean"] == other["mean"] == 0.25
+        assert first["weights"] == other["weights"] and first["other_weights"] == other["other_weights"]
     looked = (
         "rejected",
         "clipped",
