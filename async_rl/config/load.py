@@ -25,6 +25,8 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         if not is_file(override):
             apply_override(tree, override)
+    if "model" not in tree:
+        raise ConfigError(f"{path}: has no [model]; a file that holds a part of a run goes behind one: RUN.toml {path}")
     return parse(tree, str(path))
 
 

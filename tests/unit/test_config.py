@@ -88,6 +88,8 @@ def test_a_file_is_laid_over_the_run_and_settings_over_both(run_toml: Path, tmp_
     assert (config.batch.groups, config.batch.group_size) == (3, 5)
     with pytest.raises(ConfigError, match=r"presett\.toml: no such file \(did you mean '.*preset\.toml'"):
         load(run_toml, [str(tmp_path / "presett.toml")])
+    with pytest.raises(ConfigError, match=rf"has no \[model\].*: RUN\.toml {preset}"):
+        load(preset)
     preset.write_text("[algorithm")
     with pytest.raises(ConfigError, match=r"preset\.toml: not TOML"):
         load(run_toml, [str(preset)])
