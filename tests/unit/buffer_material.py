@@ -58,13 +58,13 @@ class Rotting(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.draws: dict[int, KeptDraw] = {}
-        self.rotten: set[int] = set()
+        self.rotten: list[Place] = []  # these objects, kept: an id alone is given to a new one
 
     def rot(self, place: Place) -> None:
-        self.rotten.add(id(place))
+        self.rotten.append(place)
 
     def get(self, place: Place) -> Trajectory:
-        if id(place) in self.rotten:
+        if any(place is one for one in self.rotten):
             raise JournalDamaged("bytes 1 to 2 are not those that were written")
         return super().get(place)
 
