@@ -122,7 +122,7 @@ def pad(values: Tensor, length: int) -> Tensor:
 
 
 def throughput(shared: bool) -> dict[str, float]:
-    """Trained tokens a second of both ways."""
+    """Trained tokens a second of each way."""
     given = samples(shared)
     trained = sum(len(sample.action) for sample in given)
     config = parse(

@@ -42,7 +42,7 @@ class AgentEpisode:
         session = self._gateway.open(task, policy)
         try:
             returned = await (self._run(session) if self._function is None else self._call(self._function, session))
-        except Exception:
+        except Exception:  # whatever an agent dies of: told, unless its reward is posted or the episode is over
             if session.died is not None:
                 raise session.died from None
             if session.reward is None and not policy.is_over:

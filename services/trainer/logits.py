@@ -36,11 +36,11 @@ class Logits:
         def part(states: Tensor, *own: Tensor | None) -> tuple[Tensor, ...]:
             return what(self._of_rows(states), *own)
 
-        made = []
+        made = []  # without the generators' states: nothing behind the last states draws a random number
         for at in range(0, len(self._states), self._rows):
             rows = slice(at, at + self._rows)
             own = [None if column is None else column[rows] for column in columns]
-            made.append(checkpoint(part, self._states[rows], *own, use_reentrant=False))
+            made.append(checkpoint(part, self._states[rows], *own, use_reentrant=False, preserve_rng_state=False))
         return [torch.cat(parts) for parts in zip(*made, strict=True)]
 
 

@@ -38,7 +38,7 @@ class Box(NamedTuple):
     def span(self, dim: int, low: int, high: int) -> "Box":
         """The part whose indices along `dim`, counted from this box's own beginning, are low to high - 1."""
         start, end = self.low[dim], self.high[dim]
-        return self._along(dim, min(start + low, end), min(start + high, end))
+        return self.along(dim, min(start + low, end), min(start + high, end))
 
     def chunk(self, dim: int, parts: int, index: int) -> "Box":
         """The `index`th of `parts` as torch.chunk cuts them: all equally large but the last, which may be empty."""
@@ -65,7 +65,8 @@ class Box(NamedTuple):
         cuts = range(0, self.shape[dim], rows)
         return [part for at in cuts for part in self.span(dim, at, at + rows).pieces(most)]
 
-    def _along(self, dim: int, low: int, high: int) -> "Box":
+    def along(self, dim: int, low: int, high: int) -> "Box":
+        """From `low` to `high` along `dim`, the same otherwise."""
         return Box(
             (*self.low[:dim], low, *self.low[dim + 1 :]),
             (*self.high[:dim], high, *self.high[dim + 1 :]),
@@ -88,20 +89,11 @@ def merged(boxes: Iterable[Box]) -> list[Box]:
     found = list(boxes)
     for dim in reversed(range(len(found[0].low) if found else 0)):
         rest: list[Box] = []
-        for box in sorted(found, key=lambda b: (_without(b.low, dim), _without(b.high, dim), b.low[dim])):
+        for box in sorted(found, key=lambda b: (b.along(dim, 0, 0), b.low[dim])):
             last = rest[-1] if rest else None
-            if (
-                last is not None
-                and _without(last.low, dim) == _without(box.low, dim)
-                and _without(last.high, dim) == _without(box.high, dim)
-                and last.high[dim] == box.low[dim]
-            ):
+            if last is not None and last.along(dim, 0, 0) == box.along(dim, 0, 0) and last.high[dim] == box.low[dim]:
                 rest[-1] = Box(last.low, box.high)
             else:
                 rest.append(box)
         found = rest
     return sorted(found)
-
-
-def _without(sides: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return sides[:dim] + sides[dim + 1 :]

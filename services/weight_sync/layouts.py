@@ -56,13 +56,12 @@ def rows(name: str, parameters: Sequence[tuple[str, Sequence[int]]], rank: int, 
 
     Raises PublicationError where one does not divide by `ranks`.
     """
-    boxes = [(parameter, _even(parameter, Box.whole(shape), 0, rank, ranks)) for parameter, shape in parameters]
-    return _stacked(name, boxes)
+    return _cut(name, parameters, 0, rank, ranks)
 
 
 def columns(name: str, parameter: str, shape: Sequence[int], rank: int, ranks: int) -> Target:
     """Tensor parallelism over dimension 1 (vLLM's row parallel): o_proj, down_proj."""
-    return _stacked(name, [(parameter, _even(parameter, Box.whole(shape), 1, rank, ranks))])
+    return _cut(name, [(parameter, shape)], 1, rank, ranks)
 
 
 def fused_qkv(
@@ -104,10 +103,7 @@ def experts(
 ) -> Target:
     """A stack of experts [E, ...]: of each its parameters fused one below the other, cut over `dim` of them by tensor
     parallelism: (gate, up) over 0, (down) over 1. Expert parallelism is a choice of which experts are given."""
-    stacked = [
-        _stacked(name, [(p, _even(p, Box.whole(shape), dim, rank, ranks)) for p, shape in expert])
-        for expert in parameters
-    ]
+    stacked = [_cut(name, expert, dim, rank, ranks) for expert in parameters]
     parts = [part(p.parameter, p.box, (e, *p.at)) for e, expert in enumerate(stacked) for p in expert.parts]
     return Target(name, (len(stacked), *stacked[0].shape), parts)
 
@@ -118,11 +114,14 @@ def quantised(target: Target, block: Sequence[int], shapes: dict[str, Sequence[i
     return target._replace(parts=[p._replace(needs=p.box.widened(block, shapes[p.parameter])) for p in target.parts])
 
 
-def _even(parameter: str, box: Box, dim: int, rank: int, ranks: int) -> Box:
-    size = box.shape[dim]
-    if size % ranks:
-        raise PublicationError(f"{parameter}: dimension {dim} of {list(box.shape)} cannot be cut for {ranks} ranks")
-    return box.chunk(dim, ranks, rank)
+def _cut(name: str, parameters: Sequence[tuple[str, Sequence[int]]], dim: int, rank: int, ranks: int) -> Target:
+    """The `rank`th of `ranks` equal parts of each along `dim`, one below the other."""
+    boxes = []
+    for parameter, shape in parameters:
+        if shape[dim] % ranks:
+            raise PublicationError(f"{parameter}: dimension {dim} of {list(shape)} cannot be cut for {ranks} ranks")
+        boxes.append((parameter, Box.whole(shape).chunk(dim, ranks, rank)))
+    return _stacked(name, boxes)
 
 
 def _stacked(name: str, boxes: Sequence[tuple[str, Box]]) -> Target:
