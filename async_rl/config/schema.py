@@ -17,12 +17,22 @@ OnExceed = Literal["wait", "drop", "mask", "correct"]
 # --- model -------------------------------------------------------------------------------------------
 
 
+class LoRA(Table, frozen=True):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) beside weights that stay as they are: the adapters alone
+    are trained, saved and published."""
+
+    rank: Positive = 16
+    alpha: PositiveFloat = 32.0  # the adapter's product is weighed by alpha / rank
+    targets: list[str] = []  # last part of the names of the linear layers; empty: all but the head
+
+
 class Model(Table, frozen=True):
     """The policy: a folder that transformers loads (config, safetensors, tokenizer), or a .gguf file."""
 
     path: str
     from_package: str | None = None  # made on first use from the only .gguf file this installed package ships
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # that it computes in, and is published in
+    lora: LoRA | None = None  # None: all weights are trained
 
 
 class Warmup(Table, frozen=True):
@@ -156,7 +166,17 @@ class Trainer(Table, frozen=True):
     max_nonfinite: Positive = 3  # skipped updates in a row that end the run
     checkpoint_every: NonNegative = 0  # steps; 0: only the last
     keep_checkpoints: Positive = 2
-    threads: Positive = 1
+    ranks: Positive = 1  # processes that share the weights and the batch (FSDP2)
+    local_ranks: Positive | None = None  # the first so many, started here; the others: `serve trainer --rank`. None: all
+    rendezvous: str = ""  # host:port where the ranks meet; empty: a free loopback port
+    sequence_parallel: Positive = 1  # ranks that share each sequence, each with a part of the heads (Ulysses)
+    tensor_parallel: Positive = 1  # ranks that share each matrix, where the model has a plan for it
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of what the optimizer updates; None: model.dtype
+    recompute: bool = False  # activations are made again in the backward pass: less memory, a third more work
+    offload: bool = False  # weights and optimizer in the host's memory, on the device for their layer's turn alone
+    collective_s: Seconds = 120.0  # until all ranks must have come to an exchange
+    router_replay: bool = False  # a mixture of experts is trained through the experts that the sampler chose
+    threads: Positive = 1  # of each rank
     device: str = "cpu"
     draw_wait_s: Seconds = 600.0  # a step without a batch for so long ends the run
 
@@ -314,12 +334,18 @@ class Reward(Table, frozen=True):
 
 
 class WeightSync(Table, frozen=True):
-    """Publication of new weights over shared memory on one host."""
+    """Publication of new weights to relays, one on each host that holds rollouts."""
 
+    transport: Literal["shm", "collective", "disk"] = "shm"  # on one host; over the network; over a shared file system
+    relays: Positive = 1
+    full_every: Positive = 1  # above 1: what comes between is the difference to the version before (delta)
+    device: str = "cpu"  # that a collective receives on: gloo, NCCL or HCCL follows from it
     bucket_bytes: Positive = 32 * 2**20
     slots: Annotated[int, Meta(ge=2)] = 3  # copies in shared memory: visible, being written, being read
     publish_s: Seconds = 120.0  # deadline of one publication
-    directory: str = "/dev/shm"
+    operation_s: Seconds = 5.0  # deadline of one bucket over the network
+    directory: str = "/dev/shm"  # of the slots
+    path: str = ""  # folder that trainer and relays share, for transport "disk"; empty: one in the run's folder
 
 
 class Journal(Table, frozen=True):
@@ -365,6 +391,7 @@ class Config(Table, frozen=True):
     mode: Mode = "async"
     seed: NonNegative = 0
     runs: str = "runs"  # the run's folder is runs/name
+    placement: Literal["apart", "shared"] = "apart"  # shared: trainer and engine take turns on one device (sync)
     batch: Batch = Batch()
     filter: Filter = Filter()
     staleness: Staleness = Staleness()
