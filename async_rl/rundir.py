@@ -8,6 +8,7 @@ journal/00000001.log  what happened to the buffer, and the trajectories; further
 checkpoints/step-00000040/   a model folder that transformers loads
 services/SERVICE.json        address and pid of a running service
 services/SERVICE.lock        held while it runs; its pid
+services/device-HOST-DEVICE.lock   held by who has the device that trainer and engines share
 trainer.epoch                how often a trainer was started: older ones are refused
 replay/1/                    what a replay of it made
 previous/1/                  what an earlier run of the same name left
@@ -95,6 +96,9 @@ class RunDir:
             fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as a few names take to change
             if self.complete and not any(self.running(service) for service in ("trainer", "buffer")):
                 self.set_aside_previous()
+
+    def device_lock(self, device: str) -> Path:
+        return self._services / f"device-{device}.lock"
 
     def next_replay(self) -> Path:
         """A new folder replay/N."""

@@ -16,6 +16,7 @@ from async_rl.config.algorithms import CustomAdvantage, CustomLoss
 from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.modes import correction
+from async_rl.config.placement import placement_problems
 from async_rl.config.schema import CustomGrader
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
@@ -81,8 +82,8 @@ def _algorithm_in_words(config: Config) -> str:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    basic = (_staleness, batch_problems, _algorithm, _groups, engine_problems, environment_problems, _data, _model)
-    for step in (*basic, _grader, _addresses, _memory):
+    basic = (_staleness, batch_problems, placement_problems, _algorithm, _groups, engine_problems, environment_problems)
+    for step in (*basic, _data, _model, _grader, _addresses, _memory):
         try:
             found = list(step(config))
         except UserError as error:

@@ -63,7 +63,8 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
         case VLLMEngine() as settings:
             from async_rl.services.rollout import vllm_engine
 
-            return await vllm_engine.VLLMEngine.start(config.model, ends, settings, number)
+            sleeps = config.placement == "shared"
+            return await vllm_engine.VLLMEngine.start(config.model, ends, settings, number, sleeps=sleeps)
         case SGLangEngine() as settings:
             from async_rl.services.rollout import sglang_engine
 

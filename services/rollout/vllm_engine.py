@@ -52,15 +52,17 @@ class VLLMEngine:
     returns_survivors = False
 
     @classmethod
-    async def start(cls, model: Model, end_tokens: list[int], settings: Settings, number: int = 0) -> "VLLMEngine":
-        """Number `number` of a worker's engines. In a thread: it takes ten seconds and more, and the service answers
-        meanwhile."""
+    async def start(
+        cls, model: Model, end_tokens: list[int], settings: Settings, number: int = 0, *, sleeps: bool = False
+    ) -> "VLLMEngine":
+        """Number `number` of a worker's engines; `sleeps`: it shares its device. In a thread: it takes ten seconds and
+        more, and the service answers meanwhile."""
         if model.path.endswith(".gguf"):
             raise UserError(f"model.path = '{model.path}': vllm takes a folder, as model.from_package makes one")
         with _gpus_of(number, settings.tensor_parallel):
-            return await asyncio.to_thread(cls, model, end_tokens, settings)
+            return await asyncio.to_thread(cls, model, end_tokens, settings, sleeps)
 
-    def __init__(self, model: Model, end_tokens: list[int], settings: Settings) -> None:
+    def __init__(self, model: Model, end_tokens: list[int], settings: Settings, sleeps: bool = False) -> None:
         for name, value in STARTUP.items():
             os.environ.setdefault(name, value)
         _preload_openmp()
@@ -86,6 +88,7 @@ class VLLMEngine:
             block_size=CPU_BLOCK if on_cpu() else None,
             tensor_parallel_size=settings.tensor_parallel,
             enforce_eager=not settings.compile,
+            enable_sleep_mode=sleeps and not on_cpu(),  # refused there, where sleep does nothing
             kv_cache_memory_bytes=settings.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu() else None),
             gpu_memory_utilization=settings.gpu_memory,
             logprobs_mode="processed_logprobs",  # of log_softmax(z / T), as sampled
@@ -184,6 +187,16 @@ class VLLMEngine:
                         draft.mark(version)
             finally:
                 await self._alive(self._engine.resume_generation())
+
+    async def sleep(self) -> None:
+        """Level 1, which keeps the weights in the host's memory: an evaluation or a member that failed may still need
+        this version, and the relay may have the next one alone."""
+        async with self._turn:
+            await self._alive(self._engine.sleep(level=1))
+
+    async def wake(self) -> None:
+        async with self._turn:
+            await self._alive(self._engine.wake_up())
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None

@@ -2,7 +2,7 @@
 run made since then, with the same draws and nothing published. Then, for each step of the run
 
     draw        wait for the batch, at most trainer.draw_wait_s      unblocked by the buffer
-    update      in a thread of its own, so that heartbeats go on
+    update      when it has the device; in a thread of its own, so that heartbeats go on
     finish      the buffer has the step durably: the version rises   before anyone can see the weights
     publish     to the relay, never to a rollout
     evaluate, checkpoint where due
@@ -52,6 +52,7 @@ from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.concerns import Concerns
 from async_rl.services.trainer.evaluation import Evaluations
 from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, step_record
+from async_rl.services.trainer.placement import turns
 from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.step import train_step
 from async_rl.services.trainer.summary import summary, write
@@ -87,7 +88,9 @@ class TrainerService(Service):
         config, self._thread = self.config, thread
         self._stage = "loading the model"
         self._checkpoints = Checkpoints(self.run.checkpoints, config.trainer.keep_checkpoints)
-        cursor = await self._in_thread(self._load)
+        self._device = turns(config, self.run, lambda: getattr(self, "_roles", None), self._in_thread)
+        async with self._device.turn():
+            cursor = await self._in_thread(self._load)
         self._epoch = self.run.next_trainer_epoch()
         self._stage = "telling the others that it begins"
         await relay.ask(Fence(self._epoch))
@@ -192,9 +195,10 @@ class TrainerService(Service):
         return "stopped"
 
     async def _step(self, drawn: Drawn, asked: float) -> None:
-        began = time.monotonic()
-        result = await self._in_thread(lambda: train_step(drawn, self._roles, self.config))
-        now = time.monotonic()
+        async with self._device.turn():
+            began = time.monotonic()
+            result = await self._in_thread(lambda: train_step(drawn, self._roles, self.config))
+            now = time.monotonic()
         record = step_record(
             drawn,
             result,

@@ -1,0 +1,34 @@
+"""What `placement = "shared"` asks of the rest of a configuration. Pure."""
+
+from collections.abc import Iterator
+
+from async_rl.config.modes import bounds
+from async_rl.config.schema import Config, TransformersEngine
+from async_rl.errors import ConfigError
+
+
+def placement_problems(config: Config) -> Iterator[str]:
+    """One line each."""
+    if config.placement != "shared":
+        return
+    limits, engine = bounds(config), config.rollout.engine
+    if limits.eta:
+        yield (
+            f"placement = 'shared': mode '{config.mode}' (staleness.max = {limits.eta}) trains and generates at the "
+            "same time, which one device cannot; use mode 'sync'"
+        )
+    if isinstance(engine, TransformersEngine) and engine.device != config.trainer.device:
+        yield (
+            f"placement = 'shared': rollout.engine.device = '{engine.device}' is not "
+            f"trainer.device = '{config.trainer.device}'"
+        )
+    if config.trainer.ranks > 1:
+        yield f"placement = 'shared' takes trainer.ranks = 1, not {config.trainer.ranks}"
+    if config.trainer.offload:
+        yield "placement = 'shared' moves weights and optimizer itself: set trainer.offload = false"
+
+
+def refuse(config: Config) -> None:
+    """ConfigError with the first problem."""
+    for problem in placement_problems(config):
+        raise ConfigError(problem)
