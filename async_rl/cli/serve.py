@@ -11,6 +11,9 @@ from async_rl.config import Config, load
 from async_rl.errors import UserError
 from async_rl.rundir import RunDir
 
+ELASTIC = ("rollout", "reward")
+"""Workers may join a run beyond those that `async-rl train` starts."""
+
 
 def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) -> int:
     """Run the service until its run ends; its exit status."""
@@ -18,7 +21,7 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
     die_with_parent(os.environ.get(PARENT), signal.SIGTERM if service == "weight-sync" else signal.SIGKILL)
     config = load(path, overrides)
     run = RunDir.of(config)
-    name = service_name(config, service, index)
+    name = service_name(service, index)
     run.create()
     with run.claim(name):
         if PARENT not in os.environ and service in ("buffer", "trainer"):
@@ -28,15 +31,14 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
         return run_service(build(config, service, name))
 
 
-def service_name(config: Config, service: str, index: int) -> str:
+def service_name(service: str, index: int) -> str:
     """The name that the service has in its run: "buffer", "rollout-1"."""
-    many = {"rollout": config.rollout.workers, "reward": config.reward.workers}
-    if service not in many:
+    if service not in ELASTIC:
         if index:
             raise UserError(f"--index {index}: a run has one {service}")
         return service.replace("-", "_")
-    if not 0 <= index < many[service]:
-        raise UserError(f"--index {index}: {service}.workers = {many[service]}, so it is 0 to {many[service] - 1}")
+    if index < 0:
+        raise UserError(f"--index {index}: workers are numbered from 0")
     return f"{service}-{index}"
 
 

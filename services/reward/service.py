@@ -22,6 +22,7 @@ from async_rl.protocol.buffer import (
     LeaseReplies,
     LeaseReply,
     Leases,
+    Leave,
     ScoreLease,
     WorkerStats,
 )
@@ -72,6 +73,8 @@ class RewardService(Service):
                         self._end()
                 # after a stop, what is held is graded to its end
             beat.cancel()
+            if not self._ended:
+                await buffer.ask(Leave(self.name, self.incarnation))
 
     async def _keep_leases(self, buffer: Remote) -> None:
         """Say each heartbeat, thrice in a lease at least, what is held; drop what is no longer ours."""

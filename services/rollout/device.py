@@ -30,8 +30,8 @@ class Device(Protocol):
     def resting(self) -> bool:
         """Awake without work: an answer without leases puts the engine to sleep."""
 
-    async def reserve(self) -> None:
-        """Before the engine is built."""
+    async def reserve(self, wanted: Callable[[], bool]) -> bool:
+        """Before the engine is built. False where it is not wanted any more."""
 
     async def keep(self, engine: Engine) -> None:
         """Wakes the engine for work and puts it to sleep after, for ever."""
@@ -46,7 +46,8 @@ class Device(Protocol):
 class Apart:
     awake, ask_s, resting = True, GRANT_S, False
 
-    async def reserve(self) -> None: ...
+    async def reserve(self, wanted: Callable[[], bool]) -> bool:
+        return True
 
     async def keep(self, engine: Engine) -> None: ...
 
@@ -79,9 +80,8 @@ class Shared:
     def resting(self) -> bool:
         return self.awake and not self._has_work()
 
-    async def reserve(self) -> None:
-        await self._take(lambda: True)
-        log.info("%s takes %s", self._name, self._lock.device)
+    async def reserve(self, wanted: Callable[[], bool]) -> bool:
+        return await self._take(wanted)
 
     async def keep(self, engine: Engine) -> None:
         self.told_nothing()  # the first weights may be long in coming
@@ -90,7 +90,6 @@ class Shared:
                 case "take":
                     if await self._take(self._has_work):
                         self._turn.took()
-                        log.info("%s takes %s", self._name, self._lock.device)
                 case "wake":
                     await engine.wake()
                     self._turn.woke()
@@ -112,9 +111,11 @@ class Shared:
         self._lock.release()
 
     async def _take(self, wanted: Callable[[], bool]) -> bool:
-        return await self._lock.take(
-            alone=False, deadline_s=self._wait_s, setting="services.lease_max_s", wanted=wanted
-        )
+        setting = "services.lease_max_s"
+        took = await self._lock.take(alone=False, deadline_s=self._wait_s, setting=setting, wanted=wanted)
+        if took:
+            log.info("%s takes %s", self._name, self._lock.device)
+        return took
 
 
 def device(config: Config, run: RunDir, name: str, has_work: Callable[[], bool], changed: asyncio.Event) -> Device:

@@ -34,11 +34,12 @@ from async_rl.protocol.buffer import (
     LeaseReplies,
     LeaseReply,
     Leases,
+    Leave,
     Sampled,
     Started,
     Withdraw,
 )
-from async_rl.protocol.control import ControlReply, ControlRequest
+from async_rl.protocol.control import ControlReply, ControlRequest, Done
 from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
 from async_rl.services.rollout import environments
 from async_rl.services.rollout.backends import build
@@ -90,7 +91,8 @@ class RolloutService(Service):
     async def work(self) -> None:
         from async_rl.weights.reader import Subscriber
 
-        await self._device.reserve()
+        if not await self._device.reserve(lambda: not self.stopping.is_set()):
+            return
         self._engine, text = await build(self.config)
         try:
             async with (
@@ -213,6 +215,7 @@ class RolloutService(Service):
         """What is not done goes to another worker at once, not when the lease lapses."""
         returns = [self._fail(lease, None, "worker stops", fault=False) for lease in list(self._ledger.held)]
         await asyncio.gather(*returns)
+        await self._ask(Leave(self.name, self.incarnation), Done)
 
     async def _fail(self, lease: LeaseId, member: int | None, reason: str, *, fault: bool = True) -> None:
         await self._ask(Fail(self.name, self.incarnation, lease, member, reason, fault), LeaseReply)

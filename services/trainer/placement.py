@@ -36,11 +36,8 @@ class Shared:
 
     def __init__(self, config: Config, run: RunDir, roles: Callable[[], Roles | None], in_thread: InThread) -> None:
         refuse(config)
-        self._lock, self._device, self._wait_s = (
-            DeviceLock(config, run),
-            config.trainer.device,
-            config.trainer.draw_wait_s,
-        )
+        self._lock, self._device = DeviceLock(config, run), config.trainer.device
+        self._wait_s = config.trainer.draw_wait_s
         self._roles, self._in_thread = roles, in_thread
 
     @contextlib.asynccontextmanager

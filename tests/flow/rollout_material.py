@@ -21,6 +21,7 @@ from async_rl.protocol.buffer import (
     LeaseReplies,
     LeaseReply,
     Leases,
+    Leave,
     Sampled,
     Started,
     Withdraw,
@@ -81,6 +82,7 @@ class Buffer:
         self.ended = False
         self.patient = False  # an Acquire is answered with leases, or when it is withdrawn
         self.withdrawn = 0
+        self.left = False
         self._group = 0
 
     def offer(self, count=1, *, members=2, exact=None, greedy=False, prompt="question", answer="right"):
@@ -106,6 +108,9 @@ class Buffer:
                 return Leases()
             case Withdraw():
                 self.withdrawn += 1
+                return Done()
+            case Leave():
+                self.left = True
                 return Done()
             case Started(lease=lease, version=version):
                 if lease.group in self.refuse_start:
