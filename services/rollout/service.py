@@ -232,6 +232,7 @@ class RolloutService(Service):
             if received is not None and self._device.awake:
                 await self._update(received)
                 self._newer = False
+                log.info("%s begins with version %d", self.name, self.version)
                 return True
             if received is not None:
                 await self._weights.release(received)
