@@ -68,9 +68,8 @@ def test_a_wait_names_its_holder_and_its_setting_and_ends_when_the_holder_is_kil
 
         with pytest.raises(DeadlineExceeded) as error:
             take(0.1)
-        assert str(error.value) == (
-            f"the device cpu, held by rollout-3 (pid {holder.pid}), did not come within 0.1 s (trainer.draw_wait_s = 0.1)"
-        )
+        held = f"the device cpu, held by rollout-3 (pid {holder.pid}),"
+        assert str(error.value) == f"{held} did not come within 0.1 s (trainer.draw_wait_s = 0.1)"
         os.kill(holder.pid, signal.SIGKILL)
         assert take(20)
     finally:
