@@ -267,3 +267,25 @@ def test_equal_seeds_sample_alike(bench):
 
     first, second = bench.run(work())
     assert first == second
+
+
+def test_it_sleeps_and_wakes_and_is_updated_after(bench):
+    """On a CPU no memory moves, but the scheduler stands still until it wakes."""
+
+    async def body():
+        await bench.update(llama(3, tied=bench.tied))
+        before = await bench.sample()
+        await bench.engine.sleep()
+        waiting = asyncio.create_task(bench.sample())
+        done, _ = await asyncio.wait({waiting}, timeout=1.0)
+        assert not done
+        await bench.engine.wake()
+        again = await waiting
+        assert [made.tokens for made in again] == [made.tokens for made in before]
+        await bench.engine.sleep()
+        await bench.engine.wake()
+        await bench.update(llama(4, tied=bench.tied))
+        return (await bench.sample(1))[0]
+
+    made = bench.run(body())
+    close_to(made.logprobs, under(llama(4, tied=bench.tied), PROMPTS[0], made.tokens))

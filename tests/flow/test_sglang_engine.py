@@ -198,7 +198,7 @@ def test_it_sleeps_once_nothing_runs_and_wakes():
 def test_a_server_that_would_lose_its_weights_asleep_is_refused():
     async def body(engine, server):
         server.arguments["enable_weights_cpu_backup"] = False
-        with pytest.raises(UserError, match="start the SGLang server at .* with --enable-weights-cpu-backup$"):
+        with pytest.raises(UserError, match=r"start the SGLang server at .* with --enable-weights-cpu-backup$"):
             await engine.sleep()
         assert not server.released
 

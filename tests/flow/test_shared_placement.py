@@ -139,9 +139,7 @@ def test_who_waits_too_long_names_the_holder_and_the_setting(graded: Path) -> No
     process = ring.start("train", "run.toml", *settings, cwd=graded)
     try:
         ring.until(lambda: len(ring.steps(graded)) >= 2, "step 2")
-        pid = ring.until(
-            lambda: has_device(graded, "rollout-0"), "rollout-0 on the device"
-        )  # a live process that hangs
+        pid = ring.until(lambda: has_device(graded, "rollout-0"), "a worker that hangs with the device")
         os.kill(ring.until(lambda: ring.pid_of(graded, "trainer"), "the trainer"), signal.SIGKILL)
         ring.until(lambda: process.poll() is not None, "the end", timeout=60)
     finally:
