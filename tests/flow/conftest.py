@@ -7,6 +7,8 @@ import pytest
 
 from tests.flow import ring
 
+FAKE = "{ kind = 'fake', tokens_per_s = 200.0, median_tokens = 4, sigma = 0.3, vocabulary = 2 }"
+
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -30,3 +32,21 @@ def graded(warm: Path, tmp_path: Path) -> Path:
     text = (folder / "run.toml").read_text()
     (folder / "run.toml").write_text(text + "\n[reward]\ngrader = { kind = 'custom', function = 'grading:grade' }\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a fake engine, and an untrained model whose vocabulary has all that it says."""
+    folder = tmp_path_factory.mktemp("wide")
+    path = ring.make_run(folder)
+    characters = "abcde=" + "".join(map(chr, range(0x100, 0x180)))
+    text = path.read_text().replace('characters = "abcde="', f'characters = "{characters}"').replace("= 60", "= 1")
+    path.write_text(text + f"\n[rollout]\nengine = {FAKE}\n")
+    status, output = ring.run("warmup", "run.toml", cwd=folder)
+    assert status == 0, output
+    return folder
+
+
+@pytest.fixture
+def faked(wide: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(wide, tmp_path / "faked"))

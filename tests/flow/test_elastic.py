@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -15,22 +14,14 @@ from tests.flow import ring
 
 pytestmark = pytest.mark.timeout(180)
 
-FAKE = "rollout.engine={kind='fake', tokens_per_s=200.0, median_tokens=4, sigma=0.3}"
 SERVICES = ["buffer", "weight-sync", "trainer", "reward"]
-
-
-@pytest.fixture
-def folder(warm: Path, tmp_path: Path) -> Path:
-    target = tmp_path / "work"
-    shutil.copytree(warm, target)
-    return target
 
 
 class Fleet:
     """The services of a run but rollouts, and rollouts that come and go."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
-        self.folder, self.settings = folder, [FAKE, *settings]
+        self.folder, self.settings = folder, settings
         self.others = {name: self._serve(name) for name in SERVICES}
         self.workers: dict[int, subprocess.Popen[str]] = {}
         self.said = ""
@@ -72,8 +63,8 @@ def assert_whole(folder: Path, steps: int, bound: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_workers_join_leave_and_are_killed_at_random(folder: Path, mode: str) -> None:
-    fleet, chance = Fleet(folder, f"mode={mode}", "max_steps=60"), random.Random(mode)
+def test_workers_join_leave_and_are_killed_at_random(faked: Path, mode: str) -> None:
+    fleet, chance = Fleet(faked, f"mode={mode}", "max_steps=60"), random.Random(mode)
     try:
         fleet.join(0)
         joined = 1
@@ -82,7 +73,7 @@ def test_workers_join_leave_and_are_killed_at_random(folder: Path, mode: str) ->
             if len(fleet.workers) < 3:
                 fleet.join(joined)  # a number that the run has never seen: rollout.workers is 1
                 joined += 1
-            elif not (folder / "runs/ring/summary.json").exists():
+            elif not (faked / "runs/ring/summary.json").exists():
                 number = chance.choice([signal.SIGTERM, signal.SIGKILL])
                 status = fleet.leave(chance.choice(list(fleet.workers)), number)
                 assert status == (0 if number == signal.SIGTERM else -signal.SIGKILL)
@@ -92,45 +83,45 @@ def test_workers_join_leave_and_are_killed_at_random(folder: Path, mode: str) ->
     finally:
         fleet.kill()
     assert joined > 3
-    assert_whole(folder, 60, {"async": 2, "sync": 0}[mode])
-    assert ring.left_over(folder) == []
+    assert_whole(faked, 60, {"async": 2, "sync": 0}[mode])
+    assert ring.left_over(faked) == []
 
 
-def test_a_run_without_any_worker_waits_and_goes_on_with_the_next(folder: Path) -> None:
-    fleet = Fleet(folder, "mode=async", "max_steps=40", "trainer.draw_wait_s=60", "services.lease_s=2")
+def test_a_run_without_any_worker_waits_and_goes_on_with_the_next(faked: Path) -> None:
+    fleet = Fleet(faked, "mode=async", "max_steps=40", "trainer.draw_wait_s=60", "services.lease_s=2")
     try:
         fleet.join(0)
-        ring.until(lambda: len(ring.steps(folder)) >= 5, "step 5")
+        ring.until(lambda: len(ring.steps(faked)) >= 5, "step 5")
         assert fleet.leave(0, signal.SIGTERM) == 0
         time.sleep(1.0)
-        before = len(ring.steps(folder))
+        before = len(ring.steps(faked))
         time.sleep(2.0)
-        assert len(ring.steps(folder)) <= before + 2  # what was generated already
-        stood = len(ring.steps(folder))
+        assert len(ring.steps(faked)) <= before + 2  # what was generated already
+        stood = len(ring.steps(faked))
         assert stood < 40
         fleet.join(7)
-        ring.until(lambda: len(ring.steps(folder)) > stood, "a step by the newcomer")
+        ring.until(lambda: len(ring.steps(faked)) > stood, "a step by the newcomer")
         assert fleet.leave(7, signal.SIGKILL) == -signal.SIGKILL
         fleet.join(8)
         fleet.finish()
     finally:
         fleet.kill()
-    assert_whole(folder, 40, 2)
+    assert_whole(faked, 40, 2)
     (version,) = re.findall(r"rollout-7 begins with version (\d+)", fleet.said)
     assert int(version) == stood  # the newest, whatever it missed
 
 
-def test_a_newcomer_joins_a_run_that_train_has_started(folder: Path) -> None:
-    process = ring.start("train", "run.toml", "max_steps=40", FAKE, cwd=folder)
+def test_a_newcomer_joins_a_run_that_train_has_started(faked: Path) -> None:
+    process = ring.start("train", "run.toml", "max_steps=40", cwd=faked)
     try:
-        ring.until(lambda: len(ring.steps(folder)) >= 3, "step 3")
-        newcomer = ring.start("serve", "rollout", "run.toml", FAKE, "max_steps=40", "--index", "7", cwd=folder)
-        ring.until(lambda: ring.pid_of(folder, "rollout-7"), "the newcomer")
+        ring.until(lambda: len(ring.steps(faked)) >= 3, "step 3")
+        newcomer = ring.start("serve", "rollout", "run.toml", "max_steps=40", "--index", "7", cwd=faked)
+        ring.until(lambda: ring.pid_of(faked, "rollout-7"), "the newcomer")
     finally:
         status, output = ring.finish(process)
     assert status == 0, output
     assert "restarts              │ none" in output
     status, said = ring.finish(newcomer)
     assert status == 0, said
-    assert_whole(folder, 40, 2)
-    assert ring.left_over(folder) == []
+    assert_whole(faked, 40, 2)
+    assert ring.left_over(faked) == []
