@@ -161,7 +161,7 @@ class BufferService(Service):
     def _forget(self, workers: Iterable[str]) -> None:
         for worker in workers:
             self._asking.pop(worker, None)
-        self._others.wake_all()  # the end may have waited for them
+            self._others.wake_all()  # the end may have waited for it
 
     async def _settle(self) -> None:
         """Make what happened durable and wake who waits for a change."""

@@ -21,7 +21,15 @@ from async_rl.actor.remote import Remote
 from async_rl.actor.service import Service
 from async_rl.config.modes import bounds, trajectories
 from async_rl.config.schema import Config
-from async_rl.errors import ConfigError, DeadlineExceeded, EngineDied, PeerRefused, PublicationError, WorkRevoked
+from async_rl.errors import (
+    AsyncRLError,
+    ConfigError,
+    DeadlineExceeded,
+    EngineDied,
+    PeerRefused,
+    PublicationError,
+    WorkRevoked,
+)
 from async_rl.protocol.buffer import (
     Acquire,
     BufferReply,
@@ -108,13 +116,14 @@ class RolloutService(Service):
                         tasks.create_task(self._device.keep(self._engine), name=f"{self.name} device"),
                         tasks.create_task(self._notice_stop(), name=f"{self.name} stop"),
                     ]
-                    if await self._first_weights():
+                    joined = await self._first_weights()
+                    if joined:
                         for work in (self._beat, self._follow):
                             helpers.append(tasks.create_task(work(), name=f"{self.name} {work.__name__}"))
                         await self._lease(tasks)
                     for task in [*helpers, *self._tasks.values()]:
                         task.cancel()
-                    if not self._ended:
+                    if joined and not self._ended:
                         await self._hand_back()
         finally:
             await self._engine.close()
@@ -215,7 +224,9 @@ class RolloutService(Service):
         """What is not done goes to another worker at once, not when the lease lapses."""
         returns = [self._fail(lease, None, "worker stops", fault=False) for lease in list(self._ledger.held)]
         await asyncio.gather(*returns)
-        await self._ask(Leave(self.name, self.incarnation), Done)
+        with contextlib.suppress(TimeoutError, AsyncRLError):  # a buffer that is gone forgets it by itself
+            async with asyncio.timeout(self.config.services.stop_s / 2):
+                await self._ask(Leave(self.name, self.incarnation), Done)
 
     async def _fail(self, lease: LeaseId, member: int | None, reason: str, *, fault: bool = True) -> None:
         await self._ask(Fail(self.name, self.incarnation, lease, member, reason, fault), LeaseReply)
