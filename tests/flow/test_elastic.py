@@ -14,7 +14,7 @@ from tests.flow import ring
 
 pytestmark = pytest.mark.timeout(180)
 
-SERVICES = ["buffer", "weight-sync", "trainer", "reward"]
+SERVICES = ["trainer", "buffer", "weight-sync", "reward"]
 
 
 class Fleet:
