@@ -40,7 +40,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     path = ring.make_run(folder)
     characters = "abcde=" + "".join(map(chr, range(0x100, 0x180)))
-    text = path.read_text().replace('characters = "abcde="', f'characters = "{characters}"').replace("= 60", "= 1")
+    text = (
+        path.read_text()
+        .replace('characters = "abcde="', f'characters = "{characters}"')
+        .replace("\nsteps = 60", "\nsteps = 1")
+    )
     path.write_text(text + f"\n[rollout]\nengine = {FAKE}\n")
     status, output = ring.run("warmup", "run.toml", cwd=folder)
     assert status == 0, output
