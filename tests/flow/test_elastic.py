@@ -76,7 +76,7 @@ def test_workers_join_leave_and_are_killed_at_random(faked: Path, mode: str) -> 
             elif not (faked / "runs/ring/summary.json").exists():
                 number = chance.choice([signal.SIGTERM, signal.SIGKILL])
                 status = fleet.leave(chance.choice(list(fleet.workers)), number)
-                assert status == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+                assert status in ((0, -number) if number == signal.SIGTERM else (-number,))  # or it had only begun
         for index in list(fleet.workers):
             fleet.leave(index, signal.SIGKILL)
         fleet.finish()
