@@ -59,7 +59,8 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
 
             torch.set_num_threads(config.rollout.threads)
             model = await asyncio.to_thread(load_policy, config.model, device=settings.device)
-            return transformers_engine.TransformersEngine(model, ends, settings)
+            adapters = config.model.lora is not None
+            return transformers_engine.TransformersEngine(model, ends, settings, adapters=adapters)
         case VLLMEngine() as settings:
             from async_rl.services.rollout import vllm_engine
 

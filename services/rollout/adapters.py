@@ -1,0 +1,40 @@
+"""Low-rank adapters as they are published: which layers of the base they are for. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+from async_rl.errors import PublicationError
+from async_rl.models.lora import PREFIX
+from async_rl.protocol.weight_sync import Manifest
+from async_rl.weights.manifest import shapes_of
+
+SIDES = (".lora_A.weight", ".lora_B.weight")  # [rank, in], [out, rank]
+
+
+def layers(manifest: Manifest, base: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, str]]:
+    """Weight of the base -> the names of its A and B. base: the shape of each of its tensors.
+
+    PublicationError where the manifest is of no adapters, or of those of another base.
+    """
+    where = f"version {manifest.version} of the weights"
+    if manifest.lora is None:
+        raise PublicationError(f"{where}: a whole model, where model.lora asks for adapters")
+    shapes, rank = shapes_of(manifest), manifest.lora.rank
+    found: dict[str, tuple[str, str]] = {}
+    for name in shapes:
+        side = next((side for side in SIDES if name.endswith(side)), None)
+        if side is None or not name.startswith(PREFIX):
+            raise PublicationError(f"{where}: {name} is no adapter's")
+        layer = name.removesuffix(side)
+        found[f"{layer.removeprefix(PREFIX)}.weight"] = (layer + SIDES[0], layer + SIDES[1])
+    for weight, (a, b) in found.items():
+        if weight not in base:
+            raise PublicationError(f"{where}: the model has no {weight}")
+        if a not in shapes or b not in shapes:
+            raise PublicationError(f"{where}: {a if a not in shapes else b} is missing")
+        out, into = base[weight]
+        if shapes[a] != (rank, into) or shapes[b] != (out, rank):
+            raise PublicationError(
+                f"{where}: {a} is {list(shapes[a])} and {b} {list(shapes[b])}, for {weight} of {[out, into]} and rank "
+                f"{rank} they are {[rank, into]} and {[out, rank]}"
+            )
+    return found
