@@ -16,10 +16,10 @@ from async_rl.config.algorithms import CustomAdvantage, CustomLoss
 from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.modes import correction
-from async_rl.config.schema import CustomGrader
+from async_rl.config.schema import CustomGrader, SGLangEngine
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
-from async_rl.models import prepare
+from async_rl.models import lora, prepare
 from async_rl.user_code import load as load_function
 
 PROXIMAL = {
@@ -81,7 +81,17 @@ def _algorithm_in_words(config: Config) -> str:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    basic = (_staleness, batch_problems, _algorithm, _groups, engine_problems, environment_problems, _data, _model)
+    basic = (
+        _staleness,
+        batch_problems,
+        _algorithm,
+        _groups,
+        engine_problems,
+        environment_problems,
+        _data,
+        _model,
+        _lora,
+    )
     for step in (*basic, _grader, _addresses, _memory):
         try:
             found = list(step(config))
@@ -136,6 +146,19 @@ def _model(config: Config) -> Iterator[str]:
                 f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt in the "
                 f"model's context of {context}"
             )
+
+
+def _lora(config: Config) -> Iterator[str]:
+    settings, path = config.model.lora, Path(config.model.path)
+    if settings is None:
+        return
+    lora.require_peft("model.lora")
+    if isinstance(config.rollout.engine, SGLangEngine):
+        yield "model.lora: engine 'sglang' takes whole models alone; use 'vllm' or 'transformers'"
+    if lora.is_adapter(path):
+        yield f"model.path = '{path}' is an adapter, and model.lora needs a whole model: `async-rl export` makes one"
+    elif (path / "config.json").is_file():
+        lora.targets(settings, lora.linear_layers_in(path))
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import msgspec
+
 from async_rl.config.schema import Model
 from async_rl.errors import UserError, nearest
 from async_rl.models.folder import replaced_folder
@@ -17,7 +19,8 @@ def export(name: str, out: str) -> int:
     source, target = checkpoint_of(Path(name)), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{out}: it is there already; name a folder that is new or empty")
-    model = Model(path=str(check_path(Model(path=str(source)))), dtype=_dtype(source))
+    check_path(Model(path=str(source)))
+    model = msgspec.convert({"path": str(source), "dtype": _dtype(source)}, Model)
     policy, tokenizer = load_policy(model), load_tokenizer(model)
     with replaced_folder(target) as fresh:
         policy.save_pretrained(fresh)

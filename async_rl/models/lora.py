@@ -63,7 +63,8 @@ def linear_layers_in(folder: Path) -> list[str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        return linear_layers(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)))
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return linear_layers(AutoModelForCausalLM.from_config(settings))  # type: ignore[no-untyped-call]
 
 
 def targets(settings: LoRA, layers: Iterable[str]) -> list[str]:

@@ -1,10 +1,13 @@
-"""Low-rank adapters as they are published: which layers of the base they are for. Pure."""
+"""Low-rank adapters as they are published: which layers of the base they are for, and as a folder in peft's format."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from async_rl.errors import PublicationError
-from async_rl.models.lora import PREFIX
+from async_rl.models.lora import CONFIG, PREFIX, TENSORS
 from async_rl.protocol.weight_sync import Manifest
+from async_rl.services.rollout.engine import Weights
 from async_rl.weights.manifest import shapes_of
 
 SIDES = (".lora_A.weight", ".lora_B.weight")  # [rank, in], [out, rank]
@@ -38,3 +41,14 @@ def layers(manifest: Manifest, base: Mapping[str, Sequence[int]]) -> dict[str, t
                 f"{rank} they are {[rank, into]} and {[out, rank]}"
             )
     return found
+
+
+def write(weights: Weights, folder: Path) -> None:
+    """The adapters `weights` as files that peft and vLLM read."""
+    from safetensors.torch import save_file
+
+    lora = weights.manifest.lora
+    assert lora is not None
+    settings = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
+    (folder / CONFIG).write_text(json.dumps(settings), encoding="utf-8")
+    save_file(dict(weights.tensors()), folder / TENSORS, {"format": "pt"})

@@ -68,4 +68,6 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
         case SGLangEngine() as settings:
             from async_rl.services.rollout import sglang_engine
 
+            if config.model.lora is not None:
+                raise ConfigError("model.lora: engine 'sglang' takes whole models alone; use 'vllm' or 'transformers'")
             return sglang_engine.SGLangEngine(settings.urls[number], ends, settings)

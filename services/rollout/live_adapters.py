@@ -27,10 +27,8 @@ class LiveAdapters(LiveWeights):
         fit it."""
         found = layers(weights.manifest, self._shapes)
         if self._base and found.keys() != self._base.keys():
-            other = sorted(found.keys() ^ self._base.keys())[0]
-            raise PublicationError(
-                f"version {weights.version} of the weights: {other} has an adapter only now and then"
-            )
+            other = min(found.keys() ^ self._base.keys())
+            raise PublicationError(f"version {weights.version} of the weights: {other} has an adapter now and then")
         lora, named = weights.manifest.lora, dict(weights.tensors())
         assert lora is not None
         if not self._base:
