@@ -99,7 +99,7 @@ def save(model: Any, folder: Path) -> None:
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder)
         return
-    folder.mkdir()
+    folder.mkdir(parents=True)
     model.peft_config[ADAPTER].save_pretrained(folder)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapters(model).items()}
     save_file(tensors, folder / TENSORS, {"format": "pt", "base": model.base_checksum})

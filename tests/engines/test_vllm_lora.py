@@ -36,7 +36,9 @@ class Adapters:
             if layer.rpartition(".")[2] in targets:
                 out, into = weight.shape
                 self.tensors[f"base_model.model.{layer}.lora_A.weight"] = torch.randn(rank, into, generator=generator)
-                self.tensors[f"base_model.model.{layer}.lora_B.weight"] = torch.randn(out, rank, generator=generator) / 8
+                self.tensors[f"base_model.model.{layer}.lora_B.weight"] = (
+                    torch.randn(out, rank, generator=generator) / 8
+                )
 
     def state_dict(self, **_):
         return self.tensors
