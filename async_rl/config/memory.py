@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from async_rl.config.algorithms import GAE, PRIME
-from async_rl.config.schema import Config, FakeEngine, LoRA
+from async_rl.config.schema import Config, FakeEngine, LoRA, TransformersEngine
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES = 12  # per parameter: gradient and AdamW's two moments, float32
@@ -51,17 +51,20 @@ def estimate(config: Config) -> Estimate | None:
     if not count:
         return None
     weights = count * DTYPE_BYTES[config.model.dtype]
-    trained, published = weights + count * OPTIMIZER_BYTES, weights
+    trained, published, sampler = weights + count * OPTIMIZER_BYTES, weights, weights
     if config.model.lora is not None:
-        adapters = adapter_parameters(Path(config.model.path), config.model.lora)
+        adapted = adapted_layers(Path(config.model.path), config.model.lora)
+        adapters = config.model.lora.rank * sum(sum(shape) for shape in adapted)
         trained, published = weights + adapters * (4 + OPTIMIZER_BYTES), 4 * adapters  # they are float32
+        if isinstance(config.rollout.engine, TransformersEngine):  # keeps the base of what it merges into
+            sampler += sum(math.prod(shape) for shape in adapted) * DTYPE_BYTES[config.model.dtype]
     workers = 0 if isinstance(config.rollout.engine, FakeEngine) else config.rollout.workers
     algorithm, learning = config.algorithm, isinstance(config.algorithm.advantage, GAE | PRIME)
     frozen = (algorithm.kl is not None or isinstance(algorithm.advantage, PRIME)) + (algorithm.teacher is not None)
     return Estimate(
         parameters=count,
         trainer=trained + learning * (weights + count * OPTIMIZER_BYTES) + frozen * weights,
-        rollouts=weights * workers,
+        rollouts=sampler * workers,
         slots=published * config.weight_sync.slots,
     )
 
@@ -71,16 +74,16 @@ def parameters(folder: Path) -> int:
     return sum(math.prod(shape) for shape in _shapes(folder).values())
 
 
-def adapter_parameters(folder: Path, lora: LoRA) -> int:
-    """Number of parameters of the adapters of the model in `folder`. Without targets, what looks like a linear layer
+def adapted_layers(folder: Path, lora: LoRA) -> list[list[int]]:
+    """Shapes of the layers of the model in `folder` that get adapters. Without targets, what looks like a linear layer
     by name and shape counts as one."""
-    total = 0
+    found = []
     for name, shape in _shapes(folder).items():
         layer = name.removesuffix(".weight").rpartition(".")[2]
         chosen = layer in lora.targets if lora.targets else not any(part in layer for part in NOT_LINEAR)
         if chosen and len(shape) == 2 and name.endswith(".weight"):
-            total += lora.rank * sum(shape)
-    return total
+            found.append(shape)
+    return found
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
