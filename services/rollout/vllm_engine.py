@@ -30,6 +30,7 @@ import msgspec
 from async_rl.config.schema import Model, Sampling
 from async_rl.config.schema import VLLMEngine as Settings
 from async_rl.errors import EngineDied, EngineFault, PublicationError, UserError
+from async_rl.models.lora import is_adapter
 from async_rl.protocol.weight_sync import Manifest
 from async_rl.services.rollout.adapters import layers, write
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
@@ -64,6 +65,8 @@ class VLLMEngine:
         meanwhile."""
         if model.path.endswith(".gguf"):
             raise UserError(f"model.path = '{model.path}': vllm takes a folder, as model.from_package makes one")
+        if is_adapter(Path(model.path)):
+            raise UserError(f"model.path = '{model.path}' is an adapter; `async-rl export` makes a model for vllm")
         with _gpus_of(number, settings.tensor_parallel):
             return await asyncio.to_thread(cls, model, end_tokens, settings)
 

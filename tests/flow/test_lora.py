@@ -74,10 +74,8 @@ def test_a_publication_of_adapters_takes_a_part_of_the_models_bytes(graded: Path
     status, output = ring.run("train", "run.toml", "max_steps=2", ADAPTERS, cwd=graded)
     assert status == 0, output
     (adapters,) = published_bytes(graded)
-    entries = (graded / "models" / "tiny" / "config.json").read_text()
-    layers, hidden, inner = (
-        json.loads(entries)[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size")
-    )
+    shape = json.loads((graded / "models" / "tiny" / "config.json").read_text())
+    layers, hidden, inner = (shape[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size"))
     assert adapters == 4 * 4 * layers * (4 * 2 * hidden + 3 * (hidden + inner))
     print(f"bytes of a publication: {whole} whole, {adapters} adapters")
     assert adapters < whole / 2

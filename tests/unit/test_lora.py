@@ -1,5 +1,6 @@
 """Low-rank adapters: what is trained, saved, published, merged, and what of the settings is refused."""
 
+import asyncio
 import copy
 
 import msgspec
@@ -11,12 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_rl.cli.check import problems
 from async_rl.cli.export import export
 from async_rl.config.memory import estimate
-from async_rl.config.schema import LoRA, Warmup
+from async_rl.config.schema import LoRA, Sampling, Warmup
 from async_rl.errors import ConfigError, PublicationError, UserError
 from async_rl.models.load import load_policy
 from async_rl.models.lora import linear_layers, linear_layers_in, targets
 from async_rl.models.tiny import build_model, build_tokenizer
+from async_rl.services.rollout.engine import Draft
 from async_rl.services.rollout.live_adapters import LiveAdapters, merged
+from async_rl.services.rollout.transformers_engine import TransformersEngine
 from async_rl.services.trainer import lora
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.objective import Objective
@@ -24,6 +27,7 @@ from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.trained import weights_checksum
 from async_rl.weights.manifest import seal, views
 from tests.flow.rollout_material import packed
+from tests.unit.test_rollout_engine import reader
 from tests.unit.trainer_material import configuration, random_samples
 
 SETTINGS = Warmup(characters="abcdefghi", hidden_size=16, layers=1, heads=2)
@@ -53,12 +57,16 @@ def roles_of(config, updates=0):
     return roles
 
 
+def plain(model):
+    """`model` for rows that are no packed ones, whatever attention it was set to."""
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("sdpa")
+    return other
+
+
 def logits(model):
-    """Of rows that are no packed ones, whatever attention `model` was set to."""
-    plain = copy.deepcopy(model)
-    plain.set_attn_implementation("sdpa")
     with torch.no_grad():
-        return plain(torch.arange(8)[None]).logits
+        return plain(model)(torch.arange(8)[None]).logits
 
 
 class Given:
@@ -78,14 +86,14 @@ class Given:
 
 def test_new_adapters_change_nothing_and_an_update_changes_them_alone(base):
     config = settings(base)
-    roles, plain = roles_of(config), load_policy(config.model)
-    assert torch.equal(logits(roles.policy.model), logits(plain))
+    roles, first = roles_of(config), load_policy(config.model)
+    assert torch.equal(logits(roles.policy.model), logits(first))
     before = {name: value.clone() for name, value in roles.policy.model.state_dict().items()}
     roles.policy.update(random_samples(4), Objective.of(config))
     changed = {name for name, value in roles.policy.model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"model.layers.0.{at}.lora_B.default.weight" for at in ("self_attn.q_proj", "mlp.down_proj")}
     roles.policy.update(random_samples(4, seed=1), Objective.of(config))  # A learns once B is not zero
-    assert not torch.equal(logits(roles.policy.model), logits(plain))
+    assert not torch.equal(logits(roles.policy.model), logits(first))
     assert {p.shape for p in lora.adapters(roles.policy.model).values()} == {
         torch.Size(shape) for shape in ([4, 16], [16, 4], [4, 48])
     }
@@ -225,6 +233,43 @@ def test_merged_in_an_engine_they_are_the_trainers_policy(base):
     fresh = load_policy(config.model)
     LiveAdapters(fresh).load(Given(roles.policy.model, 3))
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), engine.parameters(), strict=True))
+
+
+def test_in_flight_each_token_is_of_the_adapter_that_its_version_names(base):
+    """Field report 31: none samples the base model, and what is in flight goes on under the new adapter."""
+    config = settings(base, lora={"rank": 4, "alpha": 8.0, "targets": []})
+    policies = {}
+    for version, updates in ((1, 3), (2, 8)):
+        policies[version] = roles_of(config, updates).policy.model
+
+    async def body():
+        engine = TransformersEngine(load_policy(config.model), [], config.rollout.engine, adapters=True)
+        try:
+            await engine.update(reader(Given(policies[1], 1)))
+            drafts = [Draft() for _ in range(6)]
+            running = [
+                asyncio.create_task(engine.generate([5, 3 + k, 7], Sampling(max_new_tokens=60), seed=k, draft=draft))
+                for k, draft in enumerate(drafts)
+            ]
+            while not all(len(draft.tokens) >= 4 for draft in drafts):
+                await asyncio.sleep(0.001)
+            await engine.update(reader(Given(policies[2], 2)))
+            return await asyncio.gather(*running)
+        finally:
+            await engine.close()
+
+    tables = {version: plain(model) for version, model in {0: load_policy(config.model), **policies}.items()}
+    for k, done in enumerate(asyncio.run(asyncio.wait_for(body(), 60))):
+        assert [version for version, _ in done.versions] == [1, 2]
+        versions = torch.tensor([version for version, count in done.versions for _ in range(count)])
+        measured = torch.tensor(done.logprobs)
+        for version, model in tables.items():
+            with torch.no_grad():
+                table = model(torch.tensor([[5, 3 + k, 7, *done.tokens]])).logits[0].log_softmax(-1)
+            expected = table[2:-1].gather(1, torch.tensor(done.tokens)[:, None])[:, 0]
+            gap = (measured - expected).abs()
+            assert not (versions == version).any() or gap[versions == version].max() < 1e-4
+            assert gap[versions != version].max() > 1e-3
 
 
 def test_adapters_that_do_not_fit_leave_the_engine_as_it_was(base):
