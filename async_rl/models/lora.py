@@ -39,14 +39,16 @@ def base_of(folder: Path) -> Path:
 
 
 def merge(base: Any, folder: Path) -> Any:
-    """The model `base` with the adapter in `folder` added to its weights."""
+    """The model `base` with the adapter in `folder` added to its weights: an ordinary model again, to train or save."""
     require_peft(f"'{folder}', an adapter,")
     from peft import PeftModel
 
     try:
-        return PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
+        whole = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"'{folder}': peft cannot load this adapter: {str(error).splitlines()[0]}") from None
+    vars(whole).pop("peft_config", None)
+    return whole.requires_grad_(True)
 
 
 def linear_layers(model: Any) -> list[str]:

@@ -30,8 +30,8 @@ def layers(manifest: Manifest, base: Mapping[str, Sequence[int]]) -> dict[str, t
         layer = name.removesuffix(side)
         found[f"{layer.removeprefix(PREFIX)}.weight"] = (layer + SIDES[0], layer + SIDES[1])
     for weight, (a, b) in found.items():
-        if weight not in base:
-            raise PublicationError(f"{where}: the model has no {weight}")
+        if len(base.get(weight, ())) != 2:
+            raise PublicationError(f"{where}: the model has no matrix {weight}")
         if a not in shapes or b not in shapes:
             raise PublicationError(f"{where}: {a if a not in shapes else b} is missing")
         out, into = base[weight]
