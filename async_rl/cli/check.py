@@ -17,10 +17,10 @@ from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.modes import correction
 from async_rl.config.placement import placement_problems
-from async_rl.config.schema import CustomGrader
+from async_rl.config.schema import CustomGrader, SGLangEngine
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
-from async_rl.models import prepare
+from async_rl.models import lora, prepare
 from async_rl.user_code import load as load_function
 
 PROXIMAL = {
@@ -83,7 +83,7 @@ def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
     basic = (_staleness, batch_problems, placement_problems, _algorithm, _groups, engine_problems, environment_problems)
-    for step in (*basic, _data, _model, _grader, _addresses, _memory):
+    for step in (*basic, _data, _model, _lora, _grader, _addresses, _memory):
         try:
             found = list(step(config))
         except UserError as error:
@@ -137,6 +137,19 @@ def _model(config: Config) -> Iterator[str]:
                 f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt in the "
                 f"model's context of {context}"
             )
+
+
+def _lora(config: Config) -> Iterator[str]:
+    settings, path = config.model.lora, Path(config.model.path)
+    if settings is None:
+        return
+    lora.require_peft("model.lora")
+    if isinstance(config.rollout.engine, SGLangEngine):
+        yield "model.lora: engine 'sglang' takes whole models alone; use 'vllm' or 'transformers'"
+    if lora.is_adapter(path):
+        yield f"model.path = '{path}' is an adapter, and model.lora needs a whole model: `async-rl export` makes one"
+    elif (path / "config.json").is_file():
+        lora.targets(settings, lora.linear_layers_in(path))
 
 
 def _data(config: Config) -> Iterator[str]:

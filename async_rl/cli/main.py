@@ -68,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument("--out", metavar="DIR", help="default: replay/N/ in the run's folder")
     replay.set_defaults(command=_replay)
 
+    export = commands.add_parser("export", help="a model folder for others: adapters are merged into their base")
+    export.add_argument("source", metavar="CHECKPOINT_OR_RUN", help="of a run: its newest checkpoint")
+    export.add_argument("out", metavar="OUT")
+    export.set_defaults(command=_export, overrides=[])
+
     buffer = commands.add_parser("buffer", help="what is in the buffer of a run, live or dead; changes nothing")
     buffer.add_argument("run", metavar="RUN")
     buffer.add_argument("--group", type=int, metavar="N", help="the history of one group, and its members")
@@ -135,6 +140,14 @@ def _replay(options: argparse.Namespace) -> int:
     from async_rl.cli.replay import replay
 
     return replay(options.run, options.overrides, steps=options.steps, out=options.out)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from async_rl.cli.export import export
+
+    if options.overrides:
+        raise UserError(f"'{options.overrides[0]}': `export` takes no settings")
+    return export(options.source, options.out)
 
 
 def _buffer(options: argparse.Namespace) -> int:

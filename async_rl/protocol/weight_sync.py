@@ -26,12 +26,22 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: int  # xxh3_64
 
 
+class LoRAInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tensors are low-rank adapters, named as in peft's files: A [rank, in] and B [out, rank] of each layer, whose
+    weight is that of the base + alpha / rank * B A."""
+
+    rank: int
+    alpha: float
+    targets: list[str]  # last parts of the layers' names
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     epoch: int  # of the trainer; older ones are refused
     nbytes: int
     tensors: list[TensorEntry]
     buckets: list[Bucket]
+    lora: LoRAInfo | None = None  # None: the whole model
 
 
 class Fence(Message, frozen=True):

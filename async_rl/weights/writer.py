@@ -16,7 +16,7 @@ import msgspec
 
 from async_rl.actor.remote import Remote
 from async_rl.errors import AsyncRLError, DeadlineExceeded, PublicationError
-from async_rl.protocol.weight_sync import Commit, Manifest, Offer, Rejected, Slot, Visible
+from async_rl.protocol.weight_sync import Commit, LoRAInfo, Manifest, Offer, Rejected, Slot, Visible
 from async_rl.weights.manifest import Layout, check_buckets, gaps, plan, seal
 from async_rl.weights.slot import Maps
 
@@ -54,8 +54,9 @@ class Publisher:
         self._lock = asyncio.Lock()  # one publication or announcement at a time
         self._thread: asyncio.Future[Any] | None = None  # may outlive the deadline of who started it
 
-    async def publish(self, version: int, model: "torch.nn.Module") -> None:
+    async def publish(self, version: int, model: "torch.nn.Module", lora: LoRAInfo | None = None) -> None:
         """Make the tensors of `model` visible as `version`. They must not change until this returns.
+        lora: what they are, where they are adapters.
 
         Raises PublicationError where the relay refuses it or `publish_s` passes; the old version stays
         visible then, and the next publication may work.
@@ -68,6 +69,7 @@ class Publisher:
                 if path is not None:
                     buffer = self._maps.open(path)
                     manifest = await self._in_thread(_write, layout, model, buffer, version, self._epoch)
+                    manifest = msgspec.structs.replace(manifest, lora=lora)
                     await self._commit(_Published(manifest, path, buffer))
         except (TimeoutError, DeadlineExceeded) as error:
             raise PublicationError(

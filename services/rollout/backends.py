@@ -59,7 +59,8 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
 
             torch.set_num_threads(config.rollout.threads)
             model = await asyncio.to_thread(load_policy, config.model, device=settings.device)
-            return transformers_engine.TransformersEngine(model, ends, settings)
+            adapters = config.model.lora is not None
+            return transformers_engine.TransformersEngine(model, ends, settings, adapters=adapters)
         case VLLMEngine() as settings:
             from async_rl.services.rollout import vllm_engine
 
@@ -68,4 +69,6 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
         case SGLangEngine() as settings:
             from async_rl.services.rollout import sglang_engine
 
+            if config.model.lora is not None:
+                raise ConfigError("model.lora: engine 'sglang' takes whole models alone; use 'vllm' or 'transformers'")
             return sglang_engine.SGLangEngine(settings.urls[number], ends, settings)

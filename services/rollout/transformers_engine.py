@@ -36,6 +36,7 @@ from async_rl.models.attention import use_packed_attention
 from async_rl.models.moving import give_back, move, tensors_of
 from async_rl.services.rollout import paged_cache
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
+from async_rl.services.rollout.live_adapters import LiveAdapters
 from async_rl.services.rollout.live_weights import LiveWeights
 from async_rl.services.rollout.prefixes import Prefills, forget, share_only
 from async_rl.services.rollout.sampler import Row, sample, truncates
@@ -65,15 +66,16 @@ class _Request:
 
 
 class TransformersEngine:
-    """An Engine. `model`: a transformers causal language model; `end_tokens` end a completion."""
+    """An Engine. `model`: a transformers causal language model; `end_tokens` end a completion. adapters: the weights
+    to come are adapters for `model`, which is their base."""
 
     returns_survivors = True
 
-    def __init__(self, model: Any, end_tokens: list[int], settings: Settings) -> None:
+    def __init__(self, model: Any, end_tokens: list[int], settings: Settings, *, adapters: bool = False) -> None:
         self.version = -1
         self._ends = frozenset(end_tokens)
         self._model, self._device = model, model.device
-        self._live = LiveWeights(model.eval().requires_grad_(False))
+        self._live = (LiveAdapters if adapters else LiveWeights)(model.eval().requires_grad_(False))
         attention = use_packed_attention(model)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         blocks = settings.num_blocks or paged_cache.default_blocks(model, settings, positions)

@@ -15,6 +15,7 @@ from async_rl.config.algorithms import GAE, PRIME
 from async_rl.config.schema import Config, Model
 from async_rl.errors import UserError
 from async_rl.models.load import load_policy
+from async_rl.services.trainer import lora
 from async_rl.services.trainer.critic import Critic, value_model
 from async_rl.services.trainer.network import Network
 from async_rl.services.trainer.policy import Policy
@@ -35,7 +36,7 @@ class Roles:
     @classmethod
     def load(cls, config: Config, first: Model, ranks: Ranks | None = None) -> "Roles":
         """A policy that begins as `first`, and the others."""
-        return cls.around(Policy(load_policy(first, device=config.trainer.device), config, ranks), config, first, ranks)
+        return cls.around(Policy(lora.load(config, first), config, ranks), config, first, ranks)
 
     @classmethod
     def around(cls, policy: Policy, config: Config, first: Model, ranks: Ranks | None = None) -> "Roles":

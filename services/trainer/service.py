@@ -48,6 +48,7 @@ from async_rl.protocol.buffer import (
 )
 from async_rl.protocol.control import ControlReply, ControlRequest, Stop
 from async_rl.protocol.weight_sync import Fence, WeightSyncReply, WeightSyncRequest
+from async_rl.services.trainer import lora
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.concerns import Concerns
 from async_rl.services.trainer.evaluation import Evaluations
@@ -215,7 +216,8 @@ class TrainerService(Service):
 
     async def _publish(self, version: int) -> None:
         try:
-            await self._publisher.publish(version, self._roles.policy.model)
+            model = self._roles.policy.model
+            await self._publisher.publish(version, lora.published(model), lora.info(model))
             self._published = version
         except PublicationError as error:
             self._failed_publications += 1
