@@ -10,6 +10,7 @@ from async_rl.cli.resume import keep_config
 from async_rl.config import Config, load
 from async_rl.errors import UserError
 from async_rl.rundir import RunDir
+from async_rl.weights.relays import relay_names
 
 
 def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) -> int:
@@ -31,6 +32,11 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
 def service_name(config: Config, service: str, index: int) -> str:
     """The name that the service has in its run: "buffer", "rollout-1"."""
     many = {"rollout": config.rollout.workers, "reward": config.reward.workers}
+    if service == "weight-sync":
+        names = relay_names(config)
+        if not 0 <= index < len(names):
+            raise UserError(f"--index {index}: weight_sync.relays = {len(names)}, so the last one is {len(names) - 1}")
+        return names[index]
     if service not in many:
         if index:
             raise UserError(f"--index {index}: a run has one {service}")
