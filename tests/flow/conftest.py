@@ -1,7 +1,9 @@
 """A small run whose policy has something to learn, and whose model is warmed up already."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +32,11 @@ def graded(warm: Path, tmp_path: Path) -> Path:
     text = (folder / "run.toml").read_text()
     (folder / "run.toml").write_text(text + "\n[reward]\ngrader = { kind = 'custom', function = 'grading:grade' }\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Any]:
+    from tests.flow.weights_material import Nursery  # torch's distributed part, for those tests alone that need it
+
+    with Nursery() as one:
+        yield one

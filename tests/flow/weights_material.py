@@ -7,6 +7,7 @@ through a store that the test hosts; rank 0 leads.
 import asyncio
 import contextlib
 import datetime
+import importlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -71,27 +73,17 @@ def connect(config, sender, name):
 
 
 class Nursery:
-    """`with Nursery(runs, overrides) as nursery: pid = nursery.fork(...)`."""
-
-    def __init__(self, runs, *overrides):
-        self.runs, self.overrides = runs, overrides
-        self.config = settings(runs, overrides)
-        self.run = RunDir.of(self.config)
-        self.run.create()
+    """`with Nursery() as nursery: pid = nursery.fork(...)`; one does for many tests."""
 
     def __enter__(self):
-        command = [sys.executable, "-m", "tests.flow.weights_material", str(self.runs), *self.overrides]
+        command = [sys.executable, "-m", "tests.flow.weights_material"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, WAIT, wait_for_workers=False)
-        self.pids = []
         return self
 
     def __exit__(self, *_):
-        for pid in self.pids:
-            kill(pid)
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -100,7 +92,29 @@ class Nursery:
     def fork(self, **what):
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
-        pid = int(self.process.stdout.readline())
+        return int(self.process.stdout.readline())
+
+
+class Nest:
+    """`with Nest(nursery, runs, overrides) as nest`: the processes of one run, killed at the end."""
+
+    def __init__(self, nursery, runs, *overrides):
+        self._nursery, self._runs, self._overrides = nursery, str(runs), overrides
+        self.config = settings(runs, overrides)
+        self.run = RunDir.of(self.config)
+        self.run.create()
+        self.store = links_dist.TCPStore("127.0.0.1", 0, None, True, WAIT, wait_for_workers=False)
+        self.pids = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in self.pids:
+            kill(pid)
+
+    def fork(self, **what):
+        pid = self._nursery.fork(runs=self._runs, overrides=self._overrides, **what)
         self.pids.append(pid)
         return pid
 
@@ -120,10 +134,10 @@ class Nursery:
 class Trainer:
     """`ranks` processes of one trainer; `publish` tells them to, `wait` for what came of it."""
 
-    def __init__(self, nursery, epoch, ranks):
-        self._store, self._epoch, self._told = nursery.store, epoch, 0
-        port = nursery.store.port
-        self.pids = [nursery.fork(kind="rank", rank=k, ranks=ranks, epoch=epoch, port=port) for k in range(ranks)]
+    def __init__(self, nest, epoch, ranks):
+        self._store, self._epoch, self._told = nest.store, epoch, 0
+        port = nest.store.port
+        self.pids = [nest.fork(kind="rank", rank=k, ranks=ranks, epoch=epoch, port=port) for k in range(ranks)]
 
     def tell(self, version, **about):
         self._store.set(f"command/{self._epoch}/{self._told}", json.dumps({"version": version, **about}))
@@ -131,7 +145,7 @@ class Trainer:
         return f"answer/{self._epoch}/{self._told - 1}"
 
     async def wait(self, key):
-        """"" or the error."""
+        """ "" or the error."""
         async with asyncio.timeout(30):
             while not self._store.check([key]):
                 await asyncio.sleep(0.005)
@@ -177,9 +191,9 @@ def equal(tensors, model, dtype=None):
 # --- in the forked processes ---------------------------------------------------------------------------
 
 
-def main(runs, overrides):
+def main():
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    config = settings(Path(runs), overrides)
+    importlib.import_module("torch._dynamo")  # what fully_shard imports when it is called first
     for line in sys.stdin:
         what = json.loads(line)
         pid = os.fork()
@@ -187,11 +201,14 @@ def main(runs, overrides):
             print(pid, flush=True)
             continue
         sys.stdin.close()
-        log = os.open(RunDir.of(config).logs / f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 2)
         status = 1
         try:
+            config = settings(Path(what["runs"]), what["overrides"])
+            log = os.open(RunDir.of(config).logs / f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 2)
             status = live(config, what)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status or 0)
 
@@ -289,4 +306,4 @@ async def lead(config, ranks, epoch, port, commands):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main()
