@@ -21,6 +21,7 @@ from async_rl.protocol.weight_sync import Links
 
 dist: Any = torch.distributed  # whose stubs leave out what is used here
 RANK, RELAY = 0, 1  # in a group
+FIRST = 4  # times weight_sync.operation_s that a relay which is ready waits for a rank: others may not be ready yet
 
 
 class Hub:
@@ -62,7 +63,7 @@ class Groups:
         return Channel(known[1], self._side, links.operation_s)
 
     def _form(self, links: Links, rank: int, relay: str) -> Any:
-        timeout = datetime.timedelta(seconds=links.operation_s)
+        timeout = datetime.timedelta(seconds=links.operation_s * (FIRST if self._side == RELAY else 1))
         with told("formed no group", links.operation_s):
             store = dist.TCPStore(links.host, links.port, None, False, timeout, wait_for_workers=False)
             name = f"wsync/{links.generation}/{relay}/{rank}/"
@@ -76,6 +77,7 @@ class Channel:
     def __init__(self, group: Any, side: int, operation_s: float) -> None:
         self._group, self._peer, self._operation_s = group, 1 - side, operation_s
         self._timeout = datetime.timedelta(seconds=operation_s)
+        self._begun = side == RANK
 
     def put(self, data: torch.Tensor) -> Callable[[], None]:
         with told("sent nothing", self._operation_s):
@@ -88,7 +90,8 @@ class Channel:
     def _waiting(self, work: Any) -> Callable[[], None]:
         def wait() -> None:
             with told("the other side is gone or silent", self._operation_s):
-                work.wait(self._timeout)
+                work.wait(self._timeout if self._begun else FIRST * self._timeout)
+            self._begun = True
 
         return wait
 

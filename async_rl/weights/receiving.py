@@ -1,6 +1,5 @@
 """A relay takes a delivery into a slot: a thread for each rank that sends something, each with a group or a file."""
 
-import ctypes
 import mmap
 import threading
 from collections import deque
@@ -29,17 +28,12 @@ class Incoming(Protocol):
 
 
 class Reception:
-    """One delivery on its way into `slot`. base: the slot of `delivery.base`, where it is a delta."""
+    """One delivery on its way into `slot`, which holds `delivery.base` where it is a delta."""
 
-    def __init__(
-        self, delivery: Delivery, relay: str, device: str, slot: mmap.mmap, base: mmap.mmap | None, groups: Groups
-    ) -> None:
+    def __init__(self, delivery: Delivery, relay: str, device: str, slot: mmap.mmap, groups: Groups) -> None:
         self.delivery = delivery
         self._relay, self._device, self._slot, self._groups = relay, torch.device(device), slot, groups
-        if delivery.base >= 0:
-            assert base is not None
-            _move(slot, base, delivery.nbytes)
-        else:
+        if delivery.base < 0:
             for offset, nbytes in gaps(delivery.tensors):
                 slot[offset : offset + nbytes] = bytes(nbytes)
         self._parcels = [parcels(delivery.tensors, own, delivery.bucket_bytes) for own in delivery.pieces]
@@ -153,12 +147,6 @@ class _Slot:
         dtype: torch.dtype = getattr(torch, entry.dtype)
         flat = self._bytes[entry.offset : entry.offset + entry.nbytes].view(dtype)
         return flat.view(entry.shape)[box.inside(Box.whole(entry.shape))]
-
-
-def _move(into: mmap.mmap, source: mmap.mmap, nbytes: int) -> None:
-    """Bytes by the C library, which holds no interpreter's lock."""
-    target, origin = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (into, source))
-    ctypes.memmove(target.data_ptr(), origin.data_ptr(), nbytes)
 
 
 def _thread(work: Callable[[int], list[int]], rank: int) -> "Future[list[int]]":

@@ -1,6 +1,7 @@
 """The bytes of a rank's parcels: taken from its tensors where they lie as they are sent, packed and cast otherwise."""
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,3 +74,9 @@ def copy(into: torch.Tensor, part: torch.Tensor) -> None:
         ctypes.memmove(into.data_ptr(), part.data_ptr(), into.numel() * into.element_size())
     else:
         into.copy_(part)
+
+
+def move(into: mmap.mmap, source: mmap.mmap, nbytes: int) -> None:
+    """The first `nbytes` of one slot to another, without the interpreter's lock."""
+    target, origin = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (into, source))
+    ctypes.memmove(target.data_ptr(), origin.data_ptr(), nbytes)

@@ -8,14 +8,11 @@ them what they can have without the model: what is in shared memory or on disk. 
 """
 
 import asyncio
-import ctypes
 import logging
 import mmap
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-import torch
 
 from async_rl.actor.remote import Remote
 from async_rl.config.schema import WeightSync
@@ -29,6 +26,7 @@ from async_rl.weights.links import Hub, hub_address
 from async_rl.weights.manifest import Layout, check_buckets, seal, spans
 from async_rl.weights.order import Order, Outcome, Task, checksums_of
 from async_rl.weights.slot import Maps
+from async_rl.weights.source import move
 
 if TYPE_CHECKING:
     from async_rl.weights.holdings import Model
@@ -158,7 +156,8 @@ class Publisher:
 
     async def _offer(self, line: Line, version: int, plan: Draft) -> Slot | None:
         await line.adopt()
-        return await line.offer(version, plan.nbytes, line.has)
+        delta = line.deltas < self._settings.full_every - 1
+        return await line.offer(version, plan.nbytes, line.has if delta else -1)
 
     async def _round(self, version: int, plan: Draft, slots: dict[Line, Slot], errors: dict[str, str]) -> None:
         """Bring the version to `slots` and have it shown there."""
@@ -192,20 +191,34 @@ class Publisher:
             self._on_disk = version
             delivery = self._delivery(version, plan, "disk", base, Folder(str(self._folder)))
             return [(Task("disk", delivery), list(slots))]
-        tasks = []
-        for line, slot in slots.items():
-            if settings.transport == "shm":
-                delivery = self._delivery(version, plan, line.name, -1, Shared(slot.path))
-                await self._in_thread(shm.clear_gaps, delivery, self._maps.open(slot.path))
-            else:
-                delivery = self._delivery(version, plan, line.name, self._base(line, slot), self._links(line))
-                try:
-                    await line.receive(delivery, slot.path)
-                except AsyncRLError as error:
-                    self._fail(line, version, error, errors)
-                    continue
-            tasks.append((Task(line.name, delivery), [line]))
-        return tasks
+        ready = await asyncio.gather(*(self._ready(line, slot, version, plan, errors) for line, slot in slots.items()))
+        return [
+            (Task(line.name, delivery), [line])
+            for line, delivery in zip(slots, ready, strict=True)
+            if delivery is not None
+        ]
+
+    async def _ready(
+        self, line: Line, slot: Slot, version: int, plan: Draft, errors: dict[str, str]
+    ) -> Delivery | None:
+        """What goes to a relay that is ready for it; None where it failed."""
+        if self._settings.transport == "shm":
+            delivery = self._delivery(version, plan, line.name, -1, Shared(slot.path))
+            await self._in_thread(shm.clear_gaps, delivery, self._maps.open(slot.path))
+            return delivery
+        operation_s = self._settings.operation_s
+        delivery = self._delivery(version, plan, line.name, self._base(line, slot), self._links(line))
+        try:
+            async with asyncio.timeout(operation_s):  # the others in this round wait for it
+                await line.receive(delivery, slot.path)
+        except TimeoutError:
+            error = DeadlineExceeded(f"the readiness of {line.name}", operation_s, "weight_sync.operation_s")
+            self._fail(line, version, PublicationError(f"version {version}: {error}"), errors)
+        except AsyncRLError as error:
+            self._fail(line, version, error, errors)
+        else:
+            return delivery
+        return None
 
     def _delivery(self, version: int, plan: Draft, receiver: str, base: int, way: Shared | Links | Folder) -> Delivery:
         pieces, bucket_bytes = plan.pieces[receiver], self._settings.bucket_bytes
@@ -213,7 +226,7 @@ class Publisher:
 
     def _base(self, line: Line, slot: Slot) -> int:
         """The version that a delta to this relay builds on; -1: all of it goes."""
-        return line.has if slot.base and line.deltas < self._settings.full_every - 1 else -1
+        return line.has if slot.base else -1
 
     def _links(self, line: Line) -> Links:
         if self._hub is None:
@@ -303,7 +316,7 @@ class Publisher:
             return
         self._maps.forget(slot.path)  # where it is the old path, it may be the old file no more
         buffer = self._maps.open(slot.path)
-        await self._in_thread(_copy, last.bytes, buffer, manifest.nbytes)
+        await self._in_thread(move, buffer, last.bytes, manifest.nbytes)
         await line.show(manifest.version, Commit(manifest, slot.path))
         line.last = Written(manifest, slot.path, buffer)
 
@@ -331,8 +344,3 @@ class Publisher:
         thread = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
         self._thread = thread
         return await asyncio.shield(thread)
-
-
-def _copy(source: mmap.mmap, target: mmap.mmap, nbytes: int) -> None:
-    old, new = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (source, target))
-    ctypes.memmove(new.data_ptr(), old.data_ptr(), nbytes)

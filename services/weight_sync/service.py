@@ -110,11 +110,20 @@ class WeightSyncService(Service):
                     log.warning("slot %d is taken back from %s (weight_sync.slots)", index, ", ".join(revoked))
                 try:
                     path = await asyncio.to_thread(self._slots.allocate, index, offer.nbytes, fresh=fresh)
-                    base = self._table.holds(offer.base, offer.epoch)
-                    return Slot(path, base=base, incarnation=self.incarnation)
+                    base = self._table.visible() if self._table.holds(offer.base, offer.epoch) else None
+                    if base is not None and base[1].nbytes == offer.nbytes:
+                        await asyncio.to_thread(self._copy_over, self._slots.path(base[0]), path, offer.nbytes)
+                        return Slot(path, base=True, incarnation=self.incarnation)
+                    return Slot(path, incarnation=self.incarnation)
                 except PublicationError as error:
                     self._table.give_up()
                     return self._reject(offer.version, str(error))
+
+    def _copy_over(self, source: str, path: str, nbytes: int) -> None:
+        """What a delta is going to build on."""
+        from async_rl.weights.source import move
+
+        move(self._shadows.open(path), self._maps.open(source), nbytes)
 
     async def _commit(self, commit: Commit) -> Visible | Rejected:
         manifest, index = commit.manifest, self._slots.index(commit.path)
@@ -133,20 +142,17 @@ class WeightSyncService(Service):
         from async_rl.weights.links import RELAY, Groups
         from async_rl.weights.receiving import Reception
 
-        index, base = self._slots.index(path), None
+        index = self._slots.index(path)
         if index is None or index != self._table.writing:
             return self._reject(delivery.version, f"{path} is not the slot that was given")
         problem = coverage_problem(delivery)
         if problem:
             return self._reject(delivery.version, problem)
-        if delivery.base >= 0:
-            visible = self._table.visible()
-            if visible is None or not self._table.holds(delivery.base, delivery.epoch):
-                return self._reject(delivery.version, f"version {delivery.base}, on which it builds, is not here")
-            base = self._maps.open(self._slots.path(visible[0]))
+        if delivery.base >= 0 and not self._table.holds(delivery.base, delivery.epoch):
+            return self._reject(delivery.version, f"version {delivery.base}, on which it builds, is not here")
         self._groups = self._groups or Groups(RELAY)
         device, slot = self.config.weight_sync.device, self._shadows.open(path)
-        reception = await asyncio.to_thread(Reception, delivery, self.name, device, slot, base, self._groups)
+        reception = await asyncio.to_thread(Reception, delivery, self.name, device, slot, self._groups)
         self._reception = reception, path
         return Done()
 

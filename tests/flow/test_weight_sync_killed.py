@@ -51,7 +51,7 @@ def test_a_relay_killed_in_the_middle_costs_the_others_nothing_and_comes_back(nu
                     met += 1
                 victim = await nest.relay(SECOND)
                 error = await trainer.wait(told)
-                assert await shows(nest, FIRST, version)
+                assert await shows(nest, FIRST, version), (k, error)
                 if not error:
                     # adopted, served again, or lost after it was visible: never anything else
                     now = await fetched(nest.config, SECOND, wait_s=0.0)
