@@ -56,7 +56,7 @@ def estimate(config: Config) -> Estimate | None:
         parameters=count,
         trainer=(1 + learning) * (weights + count * OPTIMIZER_BYTES) + frozen * weights,
         rollouts=weights * workers,
-        slots=weights * config.weight_sync.slots,
+        slots=weights * config.weight_sync.slots * config.weight_sync.relays,
     )
 
 

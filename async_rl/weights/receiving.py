@@ -2,9 +2,9 @@
 
 import mmap
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from async_rl.weights.delta import Mask, scatter, size
 from async_rl.weights.links import Groups
 from async_rl.weights.manifest import Layout, gaps, seal
 from async_rl.weights.parcels import Parcel, blocks, parcels, tiles
-from async_rl.weights.sending import DEPTH, largest, messages_of
+from async_rl.weights.sending import AHEAD, Window, largest, messages_of
 from async_rl.weights.source import checksum
 
 
@@ -75,29 +75,30 @@ class Reception:
 
 
 def receive_all(own: Sequence[Parcel], slot: "_Slot", channel: Incoming, device: torch.device) -> list[int]:
-    """Every parcel; its checksum is made while the next one is under way."""
-    buffers = [torch.empty(largest(own), dtype=torch.uint8) for _ in range(DEPTH)]
-    landings = buffers if device.type == "cpu" else [buffer.to(device) for buffer in buffers]
-    under_way: deque[tuple[Parcel, torch.Tensor, torch.Tensor, Callable[[], None]]] = deque()
+    """Every parcel; its checksum is made while later ones are under way."""
+    here = device.type == "cpu"
+    most = largest([parcel for parcel in own if not here or parcel.offset is None])
+    window = Window(AHEAD * largest(own), most, device)
     checksums: list[int] = []
 
-    def settle() -> None:
-        parcel, data, landing, wait = under_way.popleft()
+    def take(parcel: Parcel, landing: torch.Tensor, wait: Callable[[], None]) -> None:
         wait()
-        if landing is not data:
+        data = landing
+        if parcel.offset is None:
+            data = landing.cpu()
+            slot.settle(parcel, data)
+        elif not here:
+            data = slot.run(parcel.offset, parcel.nbytes)
             data.copy_(landing)
         checksums.append(checksum(data))
-        if parcel.offset is None:
-            slot.settle(parcel, data)
 
-    for k, parcel in enumerate(own):
-        if len(under_way) == DEPTH:
-            settle()
-        data = buffers[k % DEPTH][: parcel.nbytes] if parcel.offset is None else slot.bytes_of(parcel, buffers[0])
-        landing = data if device.type == "cpu" else landings[k % DEPTH][: parcel.nbytes]
-        under_way.append((parcel, data, landing, channel.get(landing)))
-    while under_way:
-        settle()
+    for parcel in own:
+        landing = window.room(parcel.nbytes)[: parcel.nbytes]
+        packed = not here or parcel.offset is None
+        if not packed and parcel.offset is not None:
+            landing = slot.run(parcel.offset, parcel.nbytes)
+        window.begun(partial(take, parcel, landing, channel.get(landing)), parcel.nbytes, packed=packed)
+    window.finish()
     return checksums
 
 
@@ -127,10 +128,13 @@ class _Slot:
         self._tensors = tensors
         self._bytes = torch.frombuffer(slot, dtype=torch.uint8)
 
+    def run(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self._bytes[offset : offset + nbytes]
+
     def bytes_of(self, parcel: Parcel, staging: torch.Tensor) -> torch.Tensor:
         """The bytes of `parcel`: in the slot itself where they are one run of it, else a copy in `staging`."""
         if parcel.offset is not None:
-            return self._bytes[parcel.offset : parcel.offset + parcel.nbytes]
+            return self.run(parcel.offset, parcel.nbytes)
         for place in parcel.places:
             part = self._part(place.tensor, place.box)
             staging[place.at : place.at + place.nbytes].view(part.dtype).view(part.shape).copy_(part)

@@ -11,7 +11,8 @@ from async_rl.weights.delta import Mask, block_sums, gather, size
 from async_rl.weights.parcels import Parcel, loads
 from async_rl.weights.source import Source, checksum, view_of
 
-DEPTH = 2  # messages under way
+BUFFERS = 2  # one is filled while the other is under way
+AHEAD = 2  # times the bytes of a bucket that may be under way
 
 Sums = list["np.ndarray[tuple[int], np.dtype[np.uint64]]"]
 
@@ -26,27 +27,40 @@ class Sent(NamedTuple):
     sums: Sums  # of each parcel's blocks, where they were asked for
 
 
-class Buffers:
-    """DEPTH message buffers, used in turn, and the waits of what is under way in them."""
+class Window:
+    """What is under way: at most `most` bytes, or one message; those that are packed each in one of two buffers."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(DEPTH)]
-        self._under_way: deque[Callable[[], None]] = deque()
-        self._turn = 0
+    def __init__(self, most: int, buffer_bytes: int, device: torch.device) -> None:
+        self._most = most
+        self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._under_way: deque[tuple[Callable[[], None], int, int]] = deque()
+        self._nbytes = self._turn = 0
 
-    def next(self) -> torch.Tensor:
-        """A buffer that nothing is under way in."""
-        if len(self._under_way) == DEPTH:
-            self._under_way.popleft()()
-        self._turn += 1
-        return self._buffers[self._turn % DEPTH]
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Wait until `nbytes` more may be under way; a buffer that nothing is under way in."""
+        turn = (self._turn + 1) % BUFFERS
+        while self._under_way and (
+            self._nbytes + nbytes > self._most or any(buffer == turn for _, _, buffer in self._under_way)
+        ):
+            self.settle()
+        return self._buffers[turn]
 
-    def under_way(self, wait: Callable[[], None]) -> None:
-        self._under_way.append(wait)
+    def begun(self, wait: Callable[[], None], nbytes: int, *, packed: bool) -> None:
+        """packed: the buffer that was given is in use now."""
+        if packed:
+            self._turn = (self._turn + 1) % BUFFERS
+        self._under_way.append((wait, nbytes, self._turn if packed else -1))
+        self._nbytes += nbytes
+
+    def settle(self) -> None:
+        """Wait for the oldest."""
+        wait, nbytes, _ = self._under_way.popleft()
+        self._nbytes -= nbytes
+        wait()
 
     def finish(self) -> None:
         while self._under_way:
-            self._under_way.popleft()()
+            self.settle()
 
 
 def largest(parcels: Sequence[Parcel]) -> int:
@@ -55,18 +69,23 @@ def largest(parcels: Sequence[Parcel]) -> int:
 
 def send_all(parcels: Sequence[Parcel], source: Source, channel: Outgoing, device: torch.device, *, sums: bool) -> Sent:
     """Every byte. Raises PublicationError where the channel does."""
-    buffers = Buffers(largest(parcels), device)
+    window = Window(AHEAD * largest(parcels), packed_bytes(parcels, source, device), device)
     checksums: list[int] = []
     of_blocks: Sums = []
     for parcel in parcels:
-        data = source.bytes_of(parcel, buffers.next())
-        buffers.under_way(channel.put(data))
+        staging = window.room(parcel.nbytes)
+        data = source.bytes_of(parcel, staging)
+        window.begun(channel.put(data), parcel.nbytes, packed=data.data_ptr() == staging.data_ptr())
         if sums:
-            view = view_of(data)
-            of_blocks.append(block_sums(view))
+            of_blocks.append(block_sums(view_of(data)))
         checksums.append(checksum(data))
-    buffers.finish()
+    window.finish()
     return Sent(checksums, of_blocks)
+
+
+def packed_bytes(parcels: Sequence[Parcel], source: Source, device: torch.device) -> int:
+    """Of the largest parcel that is not sent from where it lies."""
+    return max((parcel.nbytes for parcel in parcels if source.lies(parcel, device) is None), default=0)
 
 
 def send_changed(
@@ -94,14 +113,15 @@ def send_changed(
     channel = open_(sum(sizes))
     channel.put(torch.from_numpy(np.concatenate(masks).view(np.uint8)).to(device))()
     messages = messages_of(sizes, most)
-    buffers = Buffers(max((nbytes for nbytes, _ in messages), default=0), device)
+    most = max((nbytes for nbytes, _ in messages), default=0)
+    window = Window(AHEAD * most, most, device)
     for nbytes, parts in messages:
-        message = buffers.next()
+        message = window.room(nbytes)
         for k, at in parts:
             data = source.bytes_of(parcels[k], staging)
             gather(data, masks[k], message[at : at + sizes[k]])
-        buffers.under_way(channel.put(message[:nbytes]))
-    buffers.finish()
+        window.begun(channel.put(message[:nbytes]), nbytes, packed=True)
+    window.finish()
     return Sent(checksums, sums)
 
 

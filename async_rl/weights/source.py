@@ -38,14 +38,21 @@ class Source:
         """Whether its bytes are those that are published."""
         return self._held[tensor].tensor.dtype == self._dtypes[tensor]
 
+    def lies(self, parcel: Parcel, device: torch.device) -> torch.Tensor | None:
+        """[parcel.nbytes], uint8: the tensor itself, where its bytes are the parcel's and on `device`."""
+        if len(parcel.places) != 1:
+            return None
+        place = parcel.places[0]
+        part = self.part(place.tensor, place.box)
+        as_sent = part.device == device and part.is_contiguous() and self.is_as_sent(place.tensor)
+        return part.reshape(-1).view(torch.uint8) if as_sent else None
+
     def bytes_of(self, parcel: Parcel, staging: torch.Tensor) -> torch.Tensor:
         """[parcel.nbytes], uint8, on the device of `staging`: the tensor itself, else a copy at the start of
         `staging`. Valid until the one or the other is written."""
-        if len(parcel.places) == 1:
-            place = parcel.places[0]
-            part = self.part(place.tensor, place.box)
-            if part.device == staging.device and part.is_contiguous() and self.is_as_sent(place.tensor):
-                return part.reshape(-1).view(torch.uint8)
+        lying = self.lies(parcel, staging.device)
+        if lying is not None:
+            return lying
         for place in parcel.places:
             into = staging[place.at : place.at + place.nbytes].view(self._dtypes[place.tensor])
             into.view(place.box.shape).copy_(self.part(place.tensor, place.box))
