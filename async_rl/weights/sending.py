@@ -12,7 +12,7 @@ from async_rl.weights.parcels import Parcel, loads
 from async_rl.weights.source import Source, checksum, view_of
 
 BUFFERS = 2  # one is filled while the other is under way
-AHEAD = 2  # times the bytes of a bucket that may be under way
+AHEAD = 4  # times the bytes of the largest message that may be under way: in place, so that they cost no memory
 
 Sums = list["np.ndarray[tuple[int], np.dtype[np.uint64]]"]
 

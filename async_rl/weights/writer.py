@@ -173,7 +173,7 @@ class Publisher:
                 for line in lines
             ]
             await asyncio.gather(*finishing)
-            if isinstance(order.tasks[0].delivery.way, Folder):
+            if isinstance(order.tasks[0].delivery.way, Folder) and not errors:  # a relay may yet load the older one
                 await asyncio.to_thread(disk.tidy, Path(order.tasks[0].delivery.way.path), self._epoch, version)
         except AsyncRLError as error:  # a rank that did not carry it out
             for line in slots:
