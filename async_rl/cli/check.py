@@ -1,5 +1,6 @@
 """`async-rl check RUN.toml`: everything that can be known to be wrong before anything starts."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.modes import correction
 from async_rl.config.placement import placement_problems
 from async_rl.config.schema import CustomGrader, SGLangEngine
+from async_rl.config.weight_sync import weight_sync_problems
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
 from async_rl.models import lora, prepare
@@ -83,7 +85,7 @@ def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
     basic = (_staleness, batch_problems, placement_problems, _algorithm, _groups, engine_problems, environment_problems)
-    for step in (*basic, _data, _model, _lora, _grader, _addresses, _memory):
+    for step in (*basic, _data, _model, _lora, _grader, _addresses, weight_sync_problems, _device, _memory):
         try:
             found = list(step(config))
         except UserError as error:
@@ -198,6 +200,20 @@ def _port_problem(address: str) -> str | None:
     return None
 
 
+def _device(config: Config) -> Iterator[str]:
+    """A device that this machine cannot give to the relay."""
+    settings = config.weight_sync
+    kind = settings.device.partition(":")[0]
+    if settings.transport != "collective" or kind not in ("cuda", "npu"):
+        return
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        yield f"weight_sync.device = '{settings.device}': torch finds no CUDA device here; 'cpu' is gloo"
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+        yield f"weight_sync.device = '{settings.device}': torch_npu is not installed; 'cpu' is gloo"
+
+
 def _memory(config: Config) -> Iterator[str]:
     folder = Path(config.weight_sync.directory)
     if not folder.is_dir():
@@ -211,6 +227,8 @@ def _memory(config: Config) -> Iterator[str]:
         yield (
             f"weight_sync.directory = '{folder}' has {readable(room)} free, and "
             f"weight_sync.slots = {config.weight_sync.slots} copies of the model take {readable(memory.slots)}"
+            + f" with weight_sync.relays = {config.weight_sync.relays}"
+            * (config.weight_sync.relays > 1)
         )
     total = Estimate.machine_bytes()
     if total and memory.total > total:

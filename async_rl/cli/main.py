@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="one service of a run")
     serve.add_argument("service", choices=SERVICES)
     _run_arguments(serve)
-    serve.add_argument("--index", type=int, default=0, help="number of the rollout or reward worker")
+    serve.add_argument("--index", type=int, default=0, help="which of several services of its kind this is, from 0")
     serve.set_defaults(command=_serve)
 
     _on_run(commands, "check", "validate a configuration without starting anything", _check)

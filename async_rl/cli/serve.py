@@ -10,6 +10,7 @@ from async_rl.cli.resume import keep_config
 from async_rl.config import Config, load
 from async_rl.errors import UserError
 from async_rl.rundir import RunDir
+from async_rl.weights.relays import relay_names
 
 ELASTIC = ("rollout", "reward")
 """Workers may join a run beyond those that `async-rl train` starts."""
@@ -21,7 +22,7 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
     die_with_parent(os.environ.get(PARENT), signal.SIGTERM if service == "weight-sync" else signal.SIGKILL)
     config = load(path, overrides)
     run = RunDir.of(config)
-    name = service_name(service, index)
+    name = service_name(config, service, index)
     run.create()
     with run.claim(name):
         if PARENT not in os.environ and service in ("buffer", "trainer"):
@@ -31,8 +32,13 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
         return run_service(build(config, service, name))
 
 
-def service_name(service: str, index: int) -> str:
+def service_name(config: Config, service: str, index: int) -> str:
     """The name that the service has in its run: "buffer", "rollout-1"."""
+    if service == "weight-sync":
+        names = relay_names(config)
+        if not 0 <= index < len(names):
+            raise UserError(f"--index {index}: weight_sync.relays = {len(names)}, so the last one is {len(names) - 1}")
+        return names[index]
     if service not in ELASTIC:
         if index:
             raise UserError(f"--index {index}: a run has one {service}")

@@ -65,7 +65,7 @@ def estimate(config: Config) -> Estimate | None:
         parameters=count,
         trainer=trained + learning * (weights + count * OPTIMIZER_BYTES) + frozen * weights,
         rollouts=sampler * workers,
-        slots=published * config.weight_sync.slots,
+        slots=published * config.weight_sync.slots * config.weight_sync.relays,
     )
 
 

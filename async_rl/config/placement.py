@@ -22,10 +22,6 @@ def placement_problems(config: Config) -> Iterator[str]:
             f"placement = 'shared': rollout.engine.device = '{engine.device}' is not "
             f"trainer.device = '{config.trainer.device}'"
         )
-    if config.trainer.ranks > 1:
-        yield f"placement = 'shared' takes trainer.ranks = 1, not {config.trainer.ranks}"
-    if config.trainer.offload:
-        yield "placement = 'shared' moves weights and optimizer itself: set trainer.offload = false"
 
 
 def refuse(config: Config) -> None:

@@ -56,6 +56,7 @@ from async_rl.services.rollout.engine import Apply, Engine
 from async_rl.services.rollout.held import Held, Ledger, seed_of
 from async_rl.services.rollout.member import Sampler
 from async_rl.services.rollout.meter import Meter
+from async_rl.weights.relays import relay_of
 
 if TYPE_CHECKING:
     from async_rl.weights.reader import Received, Subscriber
@@ -106,7 +107,7 @@ class RolloutService(Service):
             async with (
                 contextlib.AsyncExitStack() as resources,
                 self.remote("buffer", BufferRequest, BufferReply) as self._buffer,
-                self.remote("weight_sync", WeightSyncRequest, WeightSyncReply) as weight_sync,
+                self.remote("weight_sync", WeightSyncRequest, WeightSyncReply, name=self._relay) as weight_sync,
             ):
                 episodes = await environments.build(self.config, text, self._engine.context, resources)
                 self._sampler = Sampler(self._engine, text, episodes)
@@ -232,6 +233,9 @@ class RolloutService(Service):
         await self._ask(Fail(self.name, self.incarnation, lease, member, reason, fault), LeaseReply)
 
     # --- weights -------------------------------------------------------------------------------------
+
+    def _relay(self) -> str | None:
+        return relay_of(self.config, self.run, int(self.name.rpartition("-")[2]))
 
     async def _first_weights(self) -> bool:
         """Nothing is sampled before the trainer's weights are here. False: stopped first."""

@@ -79,19 +79,9 @@ def info(model: Any) -> LoRAInfo | None:
     return LoRAInfo(settings.r, settings.lora_alpha, sorted(settings.target_modules))
 
 
-class Adapters:
-    """Of `model`, what is published: the adapters alone."""
-
-    def __init__(self, model: Any) -> None:
-        self._named = adapters(model)
-
-    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]:
-        return {name: parameter if keep_vars else parameter.detach() for name, parameter in self._named.items()}
-
-
 def published(model: Any) -> Any:
-    """What of `model` rollouts need, as something with its state_dict: all of it, or its adapters."""
-    return Adapters(model) if hasattr(model, "peft_config") else model
+    """What of `model` rollouts need: all of it, or its adapters by name."""
+    return adapters(model) if hasattr(model, "peft_config") else model
 
 
 def save(model: Any, folder: Path) -> None:

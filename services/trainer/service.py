@@ -4,7 +4,7 @@ run made since then, with the same draws and nothing published. Then, for each s
     draw        wait for the batch, at most trainer.draw_wait_s      unblocked by the buffer
     update      when it has the device; in a thread of its own, so that heartbeats go on
     finish      the buffer has the step durably: the version rises   before anyone can see the weights
-    publish     to the relay, never to a rollout
+    publish     to the relays, never to a rollout
     evaluate, checkpoint where due
 
 A publication that fails leaves the receivers on the version they have; the run goes on.
@@ -57,6 +57,7 @@ from async_rl.services.trainer.placement import turns
 from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.step import train_step
 from async_rl.services.trainer.summary import summary, write
+from async_rl.weights.relays import folder_of, relay_names
 from async_rl.weights.writer import Publisher
 
 POLL_S = 2.0  # of a long poll: how late an ordered stop is noticed
@@ -79,13 +80,18 @@ class TrainerService(Service):
 
     async def work(self) -> None:
         buffer = self.remote("buffer", BufferRequest, BufferReply)
-        relay = self.remote("weight_sync", WeightSyncRequest, WeightSyncReply)
+        relays = {name: self._relay(name) for name in relay_names(self.config)}
         # One thread for all of torch's work: the number of torch threads is a thread's own setting.
         with ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (self.config.trainer.threads,)) as thread:
-            async with buffer, relay:
-                await self._work(buffer, relay, thread)
+            async with buffer, contextlib.AsyncExitStack() as entered:
+                for relay in relays.values():
+                    await entered.enter_async_context(relay)
+                await self._work(buffer, relays, thread)
 
-    async def _work(self, buffer: Remote, relay: Remote, thread: ThreadPoolExecutor) -> None:
+    def _relay(self, name: str) -> Remote:
+        return self.remote("weight_sync", WeightSyncRequest, WeightSyncReply, name=lambda: name)
+
+    async def _work(self, buffer: Remote, relays: dict[str, Remote], thread: ThreadPoolExecutor) -> None:
         config, self._thread = self.config, thread
         self._stage = "loading the model"
         self._checkpoints = Checkpoints(self.run.checkpoints, config.trainer.keep_checkpoints)
@@ -94,15 +100,15 @@ class TrainerService(Service):
             cursor = await self._in_thread(self._load)
         self._epoch = self.run.next_trainer_epoch()
         self._stage = "telling the others that it begins"
-        await relay.ask(Fence(self._epoch))
+        await asyncio.gather(*(relay.ask(Fence(self._epoch)) for relay in relays.values()))
         begun: Begun = await buffer.ask(Begin(self._epoch, self.version, cursor))
         self._metrics.go_on(begun.version)
         self._started = time.monotonic() - self._metrics.wall_s
         self._publisher = Publisher(
-            relay,
+            relays,
+            config.weight_sync,
             epoch=self._epoch,
-            bucket_bytes=config.weight_sync.bucket_bytes,
-            publish_s=config.weight_sync.publish_s,
+            folder=folder_of(config, self.run),
         )
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._publisher.announce_forever(), name="announcing weights")
@@ -116,7 +122,7 @@ class TrainerService(Service):
                 await self._close(buffer, evaluations, ended)
             announcing.cancel()
         if not self.stopping.is_set():
-            await self._dismiss(relay, ended)
+            await asyncio.gather(*(self._dismiss(name, relay, ended) for name, relay in relays.items()))
         self._stage = "done"
 
     async def _make_again(self, buffer: Remote, version: int) -> None:
@@ -191,7 +197,8 @@ class TrainerService(Service):
                     return reason
                 case NotYet(reason=reason):
                     self._stage = f"waiting for a draw: {reason}"
-                    if self._published < self.version:  # nothing may come until the rollouts have it
+                    # nothing may come until the rollouts have it
+                    if self._published < self.version or self._publisher.lacking:
                         await self._publish(self.version)
         return "stopped"
 
@@ -277,13 +284,13 @@ class TrainerService(Service):
         write(self.run.summary, final)
         await buffer.ask(Close(ended))
 
-    async def _dismiss(self, relay: Remote, ended: str) -> None:
-        """The relay may go. One that is gone already makes no failure of a run that is complete."""
+    async def _dismiss(self, name: str, relay: Remote, ended: str) -> None:
+        """A relay may go. One that is gone already makes no failure of a run that is complete."""
         try:
             async with asyncio.timeout(self.config.services.stop_s / 2):
                 await relay.ask(Stop(f"the run is over: {ended}"))
         except (TimeoutError, AsyncRLError) as error:
-            log.warning("weight_sync was not told of the end: %s", error or "it is gone")
+            log.warning("%s was not told of the end: %s", name, error or "it is gone")
 
     async def _ask(self, buffer: Remote, message: Any) -> Any:
         """The buffer's answer; None where an ordered stop has taken the buffer away already."""

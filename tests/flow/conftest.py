@@ -1,7 +1,9 @@
 """A small run whose policy has something to learn, and whose model is warmed up already."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,3 +56,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def faked(wide: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(wide, tmp_path / "faked"))
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Any]:
+    from tests.flow.weights_material import Nursery  # torch's distributed part, for those tests alone that need it
+
+    with Nursery() as one:
+        yield one

@@ -42,7 +42,8 @@ from async_rl.protocol.weight_sync import (
 from async_rl.rundir import RunDir
 from async_rl.services.rollout.service import RolloutService
 from async_rl.trajectory import Task
-from async_rl.weights.manifest import plan, seal
+from async_rl.weights.draft import layout_of
+from async_rl.weights.manifest import seal
 
 
 def settings(runs, **tables):
@@ -199,7 +200,7 @@ def checksum_of(data):
 
 def packed(model):
     """The layout of `model` and its bytes."""
-    layout = plan(model, 2**20)
+    layout = layout_of(model, 2**20)
     data = bytearray(layout.nbytes)
     tensors = model.state_dict()
     for entry in layout.tensors:

@@ -96,8 +96,6 @@ def test_the_device_stays_taken_after_an_error(tmp_path):
         ({"mode": "async"}, "mode 'async' (staleness.max = 2)"),
         ({"mode": "one-step"}, "mode 'one-step' (staleness.max = 1)"),
         ({"rollout": {"engine": {"kind": "transformers", "device": "cuda"}}}, "rollout.engine.device = 'cuda'"),
-        ({"trainer": {"ranks": 2}}, "trainer.ranks = 1, not 2"),
-        ({"trainer": {"offload": True}}, "trainer.offload = false"),
     ],
 )
 def test_what_cannot_share_is_refused(tables, said, tmp_path):
