@@ -36,10 +36,13 @@ class Model(Table, frozen=True):
 
 
 class Warmup(Table, frozen=True):
-    """`async-rl warmup`: builds a small Llama with a character tokenizer at `model.path` and trains it by
+    """`async-rl warmup`: builds a small model with a character tokenizer at `model.path` and trains it by
     supervised steps on noisy demonstrations, so that reinforcement learning has something to reinforce."""
 
     characters: str
+    architecture: Literal["llama", "qwen3_moe"] = "llama"
+    experts: Positive = 8  # in each layer of a qwen3_moe
+    experts_per_token: Positive = 2
     hidden_size: Positive = 128
     layers: Positive = 3
     heads: Positive = 4
@@ -167,7 +170,9 @@ class Trainer(Table, frozen=True):
     checkpoint_every: NonNegative = 0  # steps; 0: only the last
     keep_checkpoints: Positive = 2
     ranks: Positive = 1  # processes that share the weights and the batch (FSDP2)
-    local_ranks: Positive | None = None  # the first so many, started here; the others: `serve trainer --rank`. None: all
+    local_ranks: Positive | None = (
+        None  # the first so many, started here; the others: `serve trainer --rank`. None: all
+    )
     rendezvous: str = ""  # host:port where the ranks meet; empty: a free loopback port
     sequence_parallel: Positive = 1  # ranks that share each sequence, each with a part of the heads (Ulysses)
     tensor_parallel: Positive = 1  # ranks that share each matrix, where the model has a plan for it

@@ -50,6 +50,7 @@ class VLLMEngine:
     """An Engine. `end_tokens` end a completion."""
 
     returns_survivors = False
+    returns_routing = False
 
     @classmethod
     async def start(cls, model: Model, end_tokens: list[int], settings: Settings, number: int = 0) -> "VLLMEngine":
