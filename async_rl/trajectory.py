@@ -73,9 +73,7 @@ class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: np.ndarray  # [T] float32, behaviour log-probability (log_softmax(z / T)), 0 where not action
     versions: Spans  # of the action tokens, in order; counts add up to action.sum()
     survivors: np.ndarray | None = None  # [A, k] int32, ids that top_p / top_k kept per action token, -1 padded
-    routing: np.ndarray | None = (
-        None  # [T - 1, layers, k] int8 or int16, the experts of all tokens but the last
-    )
+    routing: np.ndarray | None = None  # [T - 1, layers, k] int8 or int16, the experts of all tokens but the last
 
     @property
     def actions(self) -> int:

@@ -45,8 +45,7 @@ def weights_of(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
     kind = type(router).__name__
     if kind in CHOSEN:
         return torch.softmax(logits.gather(1, chosen), dim=-1)
-    # In float64 where the model is, which finite differences need; else in float32, as the routers do.
-    scores = logits if logits.dtype == torch.float64 else logits.float()
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if kind in SIGMOID:
         weights, least, scale = scores.sigmoid().gather(1, chosen), 1e-20, float(router.routed_scaling_factor)
     else:
