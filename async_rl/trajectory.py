@@ -32,6 +32,10 @@ EQUAL = 1e-6
 """Rewards of a group that differ by no more than this share of the largest are equal up to float noise."""
 
 
+UNROUTED = -1
+"""In `Sequence.routing`: the sampler could not tell, and the trainer's router chooses by itself."""
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant"]
     content: str
@@ -69,6 +73,7 @@ class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: np.ndarray  # [T] float32, behaviour log-probability (log_softmax(z / T)), 0 where not action
     versions: Spans  # of the action tokens, in order; counts add up to action.sum()
     survivors: np.ndarray | None = None  # [A, k] int32, ids that top_p / top_k kept per action token, -1 padded
+    routing: np.ndarray | None = None  # [T - 1, layers, k] int8 or int16, the experts of all tokens but the last
 
     @property
     def actions(self) -> int:
@@ -86,6 +91,8 @@ class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return f"versions {self.versions} do not cover the {actions} action tokens"
         if actions < 1:
             return "no action token"
+        if self.routing is not None and (self.routing.ndim != 3 or len(self.routing) != length - 1):
+            return f"routing {self.routing.shape} of {length} tokens: it is of all but the last"
         return None
 
 
@@ -137,8 +144,8 @@ class Trajectory(Sequence, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def nbytes(self) -> int:
         """Of its arrays."""
-        arrays = [a for s in self.sequences for a in (s.tokens, s.action, s.logprobs, s.survivors) if a is not None]
-        return sum(array.nbytes for array in arrays)
+        of_each = ((s.tokens, s.action, s.logprobs, s.survivors, s.routing) for s in self.sequences)
+        return sum(array.nbytes for arrays in of_each for array in arrays if array is not None)
 
     def problems(self) -> str | None:
         """What is wrong with the shapes of any sequence, or None."""
@@ -170,6 +177,11 @@ def token_lags(trajectory: Trajectory, step: int) -> np.ndarray:
     """[A] int64: lag of each action token when it is used in `step`."""
     lags: np.ndarray = step - token_versions(trajectory)
     return lags
+
+
+def routing_dtype(experts: int) -> np.dtype[Any]:
+    """The smallest that holds the ids of so many experts, and UNROUTED."""
+    return np.dtype(np.int8 if experts <= 128 else np.int16)
 
 
 def extend_spans(spans: Spans, version: int, count: int) -> None:

@@ -2,20 +2,21 @@
 
     python benchmarks/weights.py [--sections shm,collective,disk,delta] [--rounds 7] [--quick]
 
-A model of about 500 MB in bfloat16 (Llama's shapes, random) is published again and again. Trainer, relay and rollout are
-processes of their own; the relay is `async-rl serve weight-sync`. Figures are medians over rounds, in GB/s (10^9 bytes
-of weights) or seconds; what is compared takes turns, since the machine's pace changes.
+A model of about 500 MB in bfloat16 (Llama's shapes, random) is published time and again. Trainer, relay and rollout
+are processes of their own; the relay is `async-rl serve weight-sync`. Figures are medians over rounds, in GB/s (10^9
+bytes of weights) or seconds; what is compared takes turns, since the machine's pace changes.
 
-shm          `write`: the trainer's copy into the slot, mapped and reused, checksums included; `memcpy`: the C library's,
-             of the same tensors, by one thread, into a mapped file of that size. `copy`: the write without checksums.
+shm          `write`: the trainer's copy into the slot, mapped and reused, checksums included; `memcpy`: the C
+             library's, of the same tensors, by one thread, into a mapped file of that size. `copy`: the write without
+             checksums.
 collective   `send`: from the order to the last byte sent, checksums included; `broadcast`: gloo alone, between the
              trainer and another process, in buckets of 32 MiB.
 disk         `write`: the trainer's file, made durable.
 delta        a collective of which one element in ten thousand blocks changes.
 
-`held_s`: how long the trainer stands still, until the version is visible. `paused_s`: of a rollout, to fetch, verify and
-load it into a live model. `relay_s`: from the last byte to visible, the trainer's and the relay's checksums among it.
-The last line printed is one JSON object.
+`held_s`: how long the trainer stands still, until the version is visible. `paused_s`: of a rollout, to fetch, verify
+and load it into a live model. `relay_s`: from the last byte to visible, the trainer's and the relay's checksums among
+it. The last line printed is one JSON object.
 """
 
 import argparse

@@ -21,6 +21,7 @@ class Branch:
         self.logprobs: list[float] = []
         self.versions: Spans = []
         self.survivors: list[list[int]] = []
+        self.routing: list[np.ndarray] = []  # [tokens, layers, k] each, one behind the other
 
     def continues(self, prompt: Many[int]) -> bool:
         """Whether `prompt` begins with all of this."""
@@ -33,6 +34,7 @@ class Branch:
         logprobs: Many[float],
         versions: Spans,
         survivors: list[list[int]] | None,
+        routing: np.ndarray | None = None,
     ) -> None:
         """`prompt` whole, what is here already included."""
         read = list(prompt[len(self.tokens) :])
@@ -42,6 +44,8 @@ class Branch:
         for version, count in versions:
             extend_spans(self.versions, version, count)
         self.survivors += survivors or []
+        if routing is not None:  # of what an earlier turn has sampled, as it was sampled
+            self.routing.append(routing[sum(map(len, self.routing)) :])
 
     def frozen(self) -> Sequence:
         return Sequence(
@@ -50,6 +54,7 @@ class Branch:
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=self.versions,
             survivors=padded(self.survivors) if self.survivors else None,
+            routing=np.concatenate(self.routing) if self.routing else None,
         )
 
 
@@ -71,6 +76,7 @@ class Recording:
         logprobs: Many[float],
         versions: Spans,
         survivors: list[list[int]] | None = None,
+        routing: np.ndarray | None = None,
     ) -> None:
         """One call, `tokens` being what was sampled behind `prompt`."""
         self.turns += 1
@@ -78,7 +84,7 @@ class Recording:
         if not going_on:
             self.branches.append(Branch())
         branch = max(going_on, key=lambda b: len(b.tokens), default=self.branches[-1])
-        branch.append(prompt, tokens, logprobs, versions, survivors)
+        branch.append(prompt, tokens, logprobs, versions, survivors, routing)
 
     def trajectory(self, stop: StopReason, text: str, reward: float | None) -> Trajectory:
         """The whole episode; it has sampled something."""
@@ -89,6 +95,7 @@ class Recording:
             logprobs=first.logprobs,
             versions=first.versions,
             survivors=first.survivors,
+            routing=first.routing,
             stop=stop,
             text=text,
             branches=rest,

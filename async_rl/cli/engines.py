@@ -4,8 +4,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from async_rl.config.schema import Config, FakeEngine, TransformersEngine
+from async_rl.config.schema import Config, FakeEngine, SGLangEngine, TransformersEngine, VLLMEngine
+from async_rl.models.folder import expert_problem
 
 PROBE_S = 60.0
 NEEDED = {"vllm": ["async_rl", "vllm", "xxhash"], "sglang": ["async_rl", "aiohttp"]}
@@ -15,6 +17,7 @@ PROBE = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.f
 def engine_problems(config: Config) -> Iterator[str]:
     """One line each."""
     yield from _sampling(config)
+    yield from _routing(config)
     yield from _interpreter(config)
     engine = config.rollout.engine
     devices = {"trainer.device": config.trainer.device}
@@ -37,6 +40,21 @@ def _sampling(config: Config) -> Iterator[str]:
             f"sampling.top_p = {sampling.top_p:g}, top_k = {sampling.top_k}: engine '{engine.kind}' cannot tell which "
             "ids survive truncation, so the trainer could not renormalise; use top_p = 1 and top_k = 0"
         )
+
+
+def _routing(config: Config) -> Iterator[str]:
+    engine = config.rollout.engine
+    if not config.trainer.router_replay:
+        return
+    if isinstance(engine, FakeEngine | VLLMEngine | SGLangEngine):
+        yield (
+            f"trainer.router_replay = true: engine '{engine.kind}' does not say which experts its routers chose; "
+            "'transformers' does"
+        )
+    if config.warmup is not None and config.warmup.architecture == "llama":
+        yield ("trainer.router_replay = true: a model of warmup.architecture = 'llama' has no experts; 'qwen3_moe' has")
+    elif config.warmup is None and (problem := expert_problem(Path(config.model.path))):
+        yield f"trainer.router_replay = true: {problem}"
 
 
 def _interpreter(config: Config) -> Iterator[str]:

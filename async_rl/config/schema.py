@@ -36,10 +36,13 @@ class Model(Table, frozen=True):
 
 
 class Warmup(Table, frozen=True):
-    """`async-rl warmup`: builds a small Llama with a character tokenizer at `model.path` and trains it by
+    """`async-rl warmup`: builds a small model with a character tokenizer at `model.path` and trains it by
     supervised steps on noisy demonstrations, so that reinforcement learning has something to reinforce."""
 
     characters: str
+    architecture: Literal["llama", "qwen3_moe"] = "llama"
+    experts: Positive = 8  # in each layer of a qwen3_moe
+    experts_per_token: Positive = 2
     hidden_size: Positive = 128
     layers: Positive = 3
     heads: Positive = 4

@@ -1,9 +1,12 @@
-"""A model folder appears whole or not at all."""
+"""A model folder appears whole or not at all; what its configuration tells."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration's names for those of a layer
 
 
 @contextmanager
@@ -20,3 +23,15 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             path.rename(old)
         fresh.rename(path)
+
+
+def expert_problem(folder: Path) -> str | None:
+    """Why the model in `folder` has no routing to replay, as far as its configuration tells; None where it may have."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    text = config.get("text_config") or config
+    if any((text.get(key) or 0) > 1 for key in EXPERTS):
+        return None
+    return f"the model in '{folder}', a {text.get('model_type')}, has no experts"

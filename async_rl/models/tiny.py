@@ -1,4 +1,4 @@
-"""The small model of the quickstart: a Llama of about half a million parameters that reads characters.
+"""The small models of the recipes: a Llama of about half a million parameters that reads characters, or a Qwen3-MoE.
 
 The tokenizer has one token for each character of `warmup.characters`, for each of `warmup.words`, and four special
 ones. It puts no
@@ -27,6 +27,10 @@ def check_shape(settings: Warmup) -> None:
         raise ConfigError(
             f"warmup.hidden_size = {settings.hidden_size} must be a multiple of "
             f"2 x warmup.heads = {2 * settings.heads}: heads have an even width"
+        )
+    if settings.architecture == "qwen3_moe" and settings.experts_per_token > settings.experts:
+        raise ConfigError(
+            f"warmup.experts_per_token = {settings.experts_per_token} is more than warmup.experts = {settings.experts}"
         )
 
 
@@ -62,28 +66,44 @@ def build_tokenizer(settings: Warmup) -> Any:
 
 
 def build_model(settings: Warmup, tokenizer: Any, seed: int) -> Any:
-    """A LlamaForCausalLM with random weights, float32, embeddings tied. Same seed, same weights."""
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    """A LlamaForCausalLM or Qwen3MoeForCausalLM with random weights, float32, embeddings tied. Same seed, same weights.
 
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=_round_up(settings.hidden_size * 8 // 3, 16),
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        num_key_value_heads=settings.heads,
-        max_position_embeddings=settings.context,
-        tie_word_embeddings=True,
-        initializer_range=INIT_SCALE * settings.hidden_size**-0.5,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    A token costs the same in both: its experts are together as wide as the Llama's layer.
+    """
+    import torch
+    import transformers
+
+    width = settings.hidden_size * 8 // 3
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": _round_up(width, 16),
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "max_position_embeddings": settings.context,
+        "tie_word_embeddings": True,
+        "initializer_range": INIT_SCALE * settings.hidden_size**-0.5,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if settings.architecture == "qwen3_moe":
+        kind: Any = transformers.Qwen3MoeForCausalLM
+        shape |= {
+            "head_dim": settings.hidden_size // settings.heads,
+            "num_experts": settings.experts,
+            "num_experts_per_tok": settings.experts_per_token,
+            "moe_intermediate_size": _round_up(width // settings.experts_per_token, 16),
+            "norm_topk_prob": True,
+        }
+    else:
+        kind = transformers.LlamaForCausalLM
+    config = kind.config_class(**shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig.from_model_config(config)
+        model = kind(config)
+    model.generation_config = transformers.GenerationConfig.from_model_config(config)
     return model
 
 

@@ -28,6 +28,10 @@ async def build(config: Config) -> tuple[Engine, ChatText]:
                 f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: this engine cannot tell "
                 "which tokens they kept, and the trainer needs them"
             )
+        if config.trainer.router_replay and not engines[0].returns_routing:
+            raise ConfigError(
+                f"trainer.router_replay = true: engine '{settings.kind}' does not say which experts its routers chose"
+            )
         started.pop_all()
     return engines[0] if count == 1 else Engines(engines), text
 
@@ -59,8 +63,13 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
 
             torch.set_num_threads(config.rollout.threads)
             model = await asyncio.to_thread(load_policy, config.model, device=settings.device)
-            adapters = config.model.lora is not None
-            return transformers_engine.TransformersEngine(model, ends, settings, adapters=adapters)
+            return transformers_engine.TransformersEngine(
+                model,
+                ends,
+                settings,
+                adapters=config.model.lora is not None,
+                routing=config.trainer.router_replay,
+            )
         case VLLMEngine() as settings:
             from async_rl.services.rollout import vllm_engine
 

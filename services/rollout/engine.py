@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from async_rl.config.schema import Sampling
 from async_rl.errors import EngineFault
@@ -19,6 +20,7 @@ class Completion(msgspec.Struct, frozen=True):
     versions: Spans  # counts add up to A
     stop: StopReason
     survivors: list[list[int]] | None = None  # per token, the ids that top_p and top_k kept
+    routing: np.ndarray | None = None  # [prompt + A - 1, layers, k], as in trajectory.Sequence
 
 
 class Draft:
@@ -28,12 +30,13 @@ class Draft:
     of them depends on older weights.
     """
 
-    __slots__ = ("logprobs", "marks", "survivors", "tokens")
+    __slots__ = ("logprobs", "marks", "routing", "survivors", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.survivors: list[list[int]] = []
+        self.routing: list[np.ndarray] = []  # [layers, k] each, from the prompt's first token on
         self.marks: list[tuple[int, int]] = []
 
     def mark(self, version: int) -> None:
@@ -55,7 +58,8 @@ class Draft:
         return spans
 
     def completion(self, stop: StopReason) -> Completion:
-        return Completion(self.tokens, self.logprobs, self.versions(), stop, self.survivors or None)
+        routing = np.stack(self.routing) if self.routing else None
+        return Completion(self.tokens, self.logprobs, self.versions(), stop, self.survivors or None, routing)
 
 
 def room(prompt: list[int], sampling: Sampling, context: int) -> int:
@@ -102,6 +106,7 @@ class Engine(Protocol):
     version: int  # of the weights; -1 before the first update
     context: int  # tokens of prompt and completion together
     returns_survivors: bool  # whether it can say which ids top_p and top_k kept
+    returns_routing: bool  # whether it says which experts its routers chose
 
     async def generate(
         self,

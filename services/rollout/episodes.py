@@ -106,7 +106,7 @@ class Policy:
         draft = Draft()
         self._drafts.append(draft)
         made = await self._sample(prompt, min(limits) if limits else None, number, draft)
-        self.recording.add(prompt, made.tokens, made.logprobs, made.versions, made.survivors)
+        self.recording.add(prompt, made.tokens, made.logprobs, made.versions, made.survivors, made.routing)
         self._last = made.stop
         ended = made.tokens[-1] in self._text.ends
         turn = self._parse(self._text.decode_all(made.tokens[:-1] if ended else made.tokens))

@@ -62,6 +62,7 @@ class FakeEngine:
     """An Engine."""
 
     returns_survivors = False
+    returns_routing = False
     context = CONTEXT
 
     def __init__(self, settings: Settings) -> None:

@@ -70,4 +70,5 @@ def trajectory(prompt: list[int], completion: Completion, text: str) -> Trajecto
         stop=completion.stop,
         text=text,
         survivors=None if completion.survivors is None else padded(completion.survivors),
+        routing=completion.routing,
     )

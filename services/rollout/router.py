@@ -75,6 +75,7 @@ class Engines:
         self._router = Router(len(self._engines))
         self.context = min(engine.context for engine in self._engines)
         self.returns_survivors = all(engine.returns_survivors for engine in self._engines)
+        self.returns_routing = all(engine.returns_routing for engine in self._engines)
 
     @property
     def version(self) -> int:

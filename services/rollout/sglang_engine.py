@@ -38,6 +38,7 @@ class SGLangEngine:
     """An Engine. `url`: of a server that serves the policy's model; `end_tokens` end a completion."""
 
     returns_survivors = False
+    returns_routing = False
 
     def __init__(self, url: str, end_tokens: list[int], settings: Settings) -> None:
         self.version, self._url = -1, url

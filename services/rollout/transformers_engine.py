@@ -39,6 +39,7 @@ from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Wei
 from async_rl.services.rollout.live_adapters import LiveAdapters
 from async_rl.services.rollout.live_weights import LiveWeights
 from async_rl.services.rollout.prefixes import Prefills, forget, share_only
+from async_rl.services.rollout.routing import Routing
 from async_rl.services.rollout.sampler import Row, sample, truncates
 from async_rl.trajectory import StopReason
 
@@ -67,11 +68,13 @@ class _Request:
 
 class TransformersEngine:
     """An Engine. `model`: a transformers causal language model; `end_tokens` end a completion. adapters: the weights
-    to come are adapters for `model`, which is their base."""
+    to come are adapters for `model`, which is their base. routing: whether to say which experts its routers chose."""
 
     returns_survivors = True
 
-    def __init__(self, model: Any, end_tokens: list[int], settings: Settings, *, adapters: bool = False) -> None:
+    def __init__(
+        self, model: Any, end_tokens: list[int], settings: Settings, *, adapters: bool = False, routing: bool = False
+    ) -> None:
         self.version = -1
         self._ends = frozenset(end_tokens)
         self._model, self._device = model, model.device
@@ -101,6 +104,8 @@ class TransformersEngine:
         self._cache = processor.cache
         self._cache_bytes = self._cache.cache_tensor.untyped_storage().nbytes()
         share_only(self._cache, self._shares)
+        self.returns_routing = routing
+        self._routing = Routing(model, self._cache) if routing else None
         self._page_size = settings.page_size
         self._inputs = processor.inputs_and_outputs
         self._requests: dict[str, _Request] = {}  # with the manager, by id
@@ -212,6 +217,7 @@ class TransformersEngine:
     def _hand_over(self, request: _Request) -> None:
         request.id = next(self._ids)
         request.draft.mark(self.version)
+        request.draft.routing.clear()  # of a cache that is gone
         self._requests[request.id] = request
         accepted = self._manager.add_request(
             request.prompt + request.draft.tokens,
@@ -276,6 +282,8 @@ class TransformersEngine:
 
         scores [1, rows, V] float32, rows of such requests first; tokens go to output_ids [.., rows].
         """
+        if self._routing is not None:
+            self._routing.take(self._inputs.requests_in_batch, self._requests)
         states = [entry.state for entry in self._inputs.requests_in_batch if entry.has_new_token]
         if not states:
             return

@@ -58,6 +58,7 @@ class VLLMEngine:
     """An Engine. `end_tokens` end a completion."""
 
     returns_survivors = False
+    returns_routing = False
 
     @classmethod
     async def start(

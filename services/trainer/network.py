@@ -22,6 +22,8 @@ Read = Callable[[Pack, Logits], Sequence[Tensor]]
 class Network:
     """`model` with packed attention, in evaluation mode (no dropout)."""
 
+    replays = False  # whether `model` takes the sampler's routing (services/trainer/routing.py)
+
     def __init__(self, model: Any, config: Config, ranks: Ranks | None = None) -> None:
         self.model = model
         self._ranks = ranks or Ranks()
@@ -43,6 +45,8 @@ class Network:
             "max_length_k": pack.max_length,
             "use_cache": False,
         }
+        if self.replays:
+            inputs["routing"] = pack.routing
         return logits_of(self.model, inputs, pack.predict, self._logits_bytes)
 
     def share(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from async_rl.errors import InvariantError
 from async_rl.services.trainer.balance import balanced
 from async_rl.services.trainer.samples import Sample
+from async_rl.trajectory import UNROUTED
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Pack(Columns):
     predict: Tensor  # [A] int64, where in the row the logits of each action token stand
     targets: Tensor  # [A] int64, the action tokens
     survivors: Tensor | None  # [A, k] int64, -1 padded
+    routing: Tensor | None  # [T, layers, k] int, experts of each token of the row, or -1
     outcomes: Tensor  # [S] float32
     numbers: list[int]  # of the S trajectories, as in Sample
 
@@ -99,10 +101,11 @@ def shares(samples: Sequence[Sample], ranks: int, capacity: int, width: int) -> 
 
 
 def families(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """`samples` by equal prompts, in the order in which they come."""
+    """`samples` by equal prompts, in the order in which they come. With router replay, prompts are equal that went
+    through the same experts."""
     by_prompt: dict[bytes, list[Sample]] = {}
     for sample in samples:
-        by_prompt.setdefault(sample.prompt.numpy().tobytes(), []).append(sample)
+        by_prompt.setdefault(sample.read, []).append(sample)
     return list(by_prompt.values())
 
 
@@ -144,6 +147,7 @@ def pack(samples: Sequence[Sample]) -> Pack:
         predict=torch.cat(predict),
         targets=torch.cat([sample.tokens[sample.action] for sample in ordered]),
         survivors=_survivors([sample.survivors for sample in ordered]),
+        routing=_routing(families(samples)),
         outcomes=torch.tensor([sample.outcome for sample in ordered]),
         numbers=[sample.number for sample in ordered],
     )
@@ -183,6 +187,21 @@ def _column(samples: Sequence[Sample], name: str) -> Tensor | None:
     """What a step added to all of `samples`, or to none."""
     found = [getattr(sample, name) for sample in samples]
     return None if found[0] is None else torch.cat(found)
+
+
+def _routing(row: Sequence[Sequence[Sample]]) -> Tensor | None:
+    """[T, layers, k] of a row that holds these families; -1 for those that have none."""
+    shape = next((s.routing.shape[1:] for family in row for s in family if s.routing is not None), None)
+    if shape is None:
+        return None
+    parts: list[Tensor] = []
+    for family in row:
+        for number, sample in enumerate(family):
+            begin = 0 if number == 0 else int(sample.action[0])
+            length = int(sample.action[-1]) - begin
+            known = sample.routing
+            parts.append(torch.full((length, *shape), UNROUTED) if known is None else known[begin : begin + length])
+    return torch.cat(parts)
 
 
 def _survivors(kept: Sequence[Tensor | None]) -> Tensor | None:

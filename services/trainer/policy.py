@@ -17,6 +17,7 @@ from async_rl.services.trainer.logits import Logits
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.packing import Pack
 from async_rl.services.trainer.ranks import Ranks
+from async_rl.services.trainer.routing import replay_routing
 from async_rl.services.trainer.samples import Sample
 from async_rl.services.trainer.schedule import total_updates
 from async_rl.services.trainer.trained import Trained
@@ -44,6 +45,9 @@ class Policy(Trained):
     def __init__(self, model: Any, config: Config, ranks: Ranks | None = None) -> None:
         super().__init__(model, config, config.trainer, total_updates(config), "policy", ranks)
         self._seed = config.seed
+        self.replays = config.trainer.router_replay
+        if self.replays:
+            replay_routing(model)
 
     def update(self, samples: Sequence[Sample], objective: Objective) -> Update:
         """One optimizer update with `samples`, of which this rank takes its share."""

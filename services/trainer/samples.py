@@ -26,6 +26,7 @@ class Sample:
     lag: Tensor  # [A] int64
     advantages: Tensor  # [A] float32
     survivors: Tensor | None = None  # [A, k] int64, ids kept by top_p / top_k, -1 padded
+    routing: Tensor | None = None  # [T - 1, layers, k] int8 or int16, experts that the sampler's routers chose, or -1
     # what a step adds, where its algorithm asks for it
     old: Tensor | None = None  # [A] log-probabilities under the policy before the step's first update
     reference: Tensor | None = None  # [A] under the reference policy
@@ -45,6 +46,12 @@ class Sample:
     def own(self) -> Tensor:
         """The tokens from the first sampled one, without the last, which predicts nothing."""
         return self.tokens[self.action[0] : self.action[-1]]
+
+    @property
+    def read(self) -> bytes:
+        """Equal for samples whose prompts the sampler has read alike: the tokens, and the experts they went through."""
+        routed = b"" if self.routing is None else self.routing[: self.action[0]].numpy().tobytes()
+        return self.prompt.numpy().tobytes() + routed
 
     @property
     def trained(self) -> int:
@@ -79,6 +86,7 @@ def _sample(sequence: TokenSequence, loss: np.ndarray, lag: np.ndarray, outcome:
         lag=torch.tensor(lag),
         advantages=torch.zeros(len(positions)),
         survivors=_survivors(sequence, positions),
+        routing=None if sequence.routing is None else torch.tensor(sequence.routing),
         outcome=outcome,
     )
 

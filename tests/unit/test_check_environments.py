@@ -1,5 +1,7 @@
 """What `check` says of an environment and an engine, before anything starts."""
 
+import json
+
 import pytest
 
 from async_rl.cli.engines import engine_problems
@@ -56,3 +58,31 @@ def test_the_workers_interpreter_is_looked_into():
 def test_engines_that_cannot_tell_survivors_refuse_truncation():
     (line,) = told(sampling={"top_p": 0.9}, rollout={"engine": {"kind": "sglang", "urls": ["http://localhost:1"]}})
     assert "use top_p = 1" in line
+
+
+def test_router_replay_needs_an_engine_that_says_what_its_routers_chose():
+    replay = {"trainer": {"router_replay": True}}
+    (line,) = told(**replay, rollout={"engine": {"kind": "sglang", "urls": ["http://localhost:1"]}})
+    assert (
+        line.startswith("trainer.router_replay = true: engine 'sglang' does not say") and "'transformers' does" in line
+    )
+    first, _ = told(**replay, rollout={"engine": {"kind": "vllm"}})
+    assert first.startswith("trainer.router_replay = true: engine 'vllm' does not say")
+
+
+@pytest.mark.parametrize(
+    ("config", "fits"),
+    [
+        ({"model_type": "llama"}, False),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, True),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, False),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, True),
+        ({"model_type": "mixtral", "num_local_experts": 8}, True),
+        ({"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text", "num_experts": 8}}, True),
+    ],
+)
+def test_router_replay_needs_a_model_with_experts(tmp_path, config, fits):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = told(trainer={"router_replay": True}, model={"path": str(tmp_path)})
+    refused = f"trainer.router_replay = true: the model in '{tmp_path}', a {config['model_type']}, has no experts"
+    assert found == ([] if fits else [refused])

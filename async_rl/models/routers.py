@@ -1,0 +1,55 @@
+"""The routers of a mixture of experts, of the forms that transformers has.
+
+A router gives (logits [T, E], weights [T, k], chosen [T, k]): the experts of each token and what their outputs are
+weighed by. How weights follow from the logits and a choice, whoever made it, is what tells the forms apart.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rl.errors import UserError
+
+SOFTMAX = {
+    *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Qwen3VLMoeTextTopKRouter"),
+    *("Qwen3_5MoeTopKRouter", "OlmoeTopKRouter", "FlexOlmoTopKRouter", "MixtralTopKRouter", "MiniMaxTopKRouter"),
+}
+SIGMOID = {
+    *("DeepseekV3TopkRouter", "Dots1TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter"),
+    *("ExaoneMoeTopkRouter", "SolarOpenTopkRouter"),
+}
+CHOSEN = {"GraniteMoeTopKRouter", "GraniteMoeSharedTopKRouter", "GptOssTopKRouter"}
+KNOWN = SOFTMAX | SIGMOID | CHOSEN
+
+
+def routers(model: Any) -> dict[str, Any]:
+    """The routers of `model` by name, in the order of its layers. UserError where it has none, or unknown ones."""
+    found = {name: module for name, module in model.named_modules() if type(module).__name__ in KNOWN}
+    if not found:
+        unknown = sorted(
+            {type(m).__name__ for m in model.modules() if type(m).__name__.lower().endswith(("router", "gate"))}
+        )
+        why = f"its routers, {', '.join(unknown)}, are of no known form" if unknown else "it has no experts"
+        raise UserError(f"trainer.router_replay = true: the routing of a {type(model).__name__} cannot be kept: {why}")
+    return found
+
+
+def experts(router: Any) -> int:
+    """How many a router chooses from."""
+    return int(router.weight.shape[0])
+
+
+def weights_of(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+    """[T, k] of the experts `chosen` [T, k], from the router's `logits` [T, E], which carry the gradient."""
+    kind = type(router).__name__
+    if kind in CHOSEN:
+        return torch.softmax(logits.gather(1, chosen), dim=-1)
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if kind in SIGMOID:
+        weights, least, scale = scores.sigmoid().gather(1, chosen), 1e-20, float(router.routed_scaling_factor)
+    else:
+        weights, least, scale = torch.softmax(scores, dim=-1).gather(1, chosen), 0.0, 1.0
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + least)
+    return weights * scale
