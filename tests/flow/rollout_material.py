@@ -199,10 +199,10 @@ def checksum_of(data):
 
 
 def packed(model):
-    """The layout of `model` and its bytes."""
+    """The layout of `model`, a module or names and tensors, and its bytes."""
     layout = layout_of(model, 2**20)
     data = bytearray(layout.nbytes)
-    tensors = model.state_dict()
+    tensors = model if isinstance(model, dict) else model.state_dict()
     for entry in layout.tensors:
         raw = np.ascontiguousarray(tensors[entry.name].detach().numpy()).tobytes()
         data[entry.offset : entry.offset + entry.nbytes] = raw
