@@ -69,6 +69,8 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
 
             return await vllm_engine.VLLMEngine.start(config.model, ends, settings, number)
         case SGLangEngine() as settings:
+            from async_rl.models.routers import layout
             from async_rl.services.rollout import sglang_engine
 
-            return sglang_engine.SGLangEngine(settings.urls[number], ends, settings)
+            experts = layout(Path(config.model.path)) if config.trainer.router_replay else None
+            return sglang_engine.SGLangEngine(settings.urls[number], ends, settings, experts)
