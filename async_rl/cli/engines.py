@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from async_rl.config.schema import Config, FakeEngine, SGLangEngine, TransformersEngine, VLLMEngine
+from async_rl.config.schema import Config, FakeEngine, TransformersEngine, VLLMEngine
 from async_rl.models.folder import expert_problem
 
 PROBE_S = 60.0
@@ -46,10 +46,10 @@ def _routing(config: Config) -> Iterator[str]:
     engine = config.rollout.engine
     if not config.trainer.router_replay:
         return
-    if isinstance(engine, FakeEngine | VLLMEngine | SGLangEngine):
+    if isinstance(engine, FakeEngine | VLLMEngine):
         yield (
             f"trainer.router_replay = true: engine '{engine.kind}' does not say which experts its routers chose; "
-            "'transformers' does"
+            "'transformers' and 'sglang' do"
         )
     if config.warmup is not None and config.warmup.architecture == "llama":
         yield ("trainer.router_replay = true: a model of warmup.architecture = 'llama' has no experts; 'qwen3_moe' has")

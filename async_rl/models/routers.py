@@ -4,7 +4,9 @@ A router gives (logits [T, E], weights [T, k], chosen [T, k]): the experts of ea
 weighed by. How weights follow from the logits and a choice, whoever made it, is what tells the forms apart.
 """
 
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ SIGMOID = {
     *("DeepseekV3TopkRouter", "Dots1TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter"),
     *("ExaoneMoeTopkRouter", "SolarOpenTopkRouter"),
 }
-CHOSEN = {"GraniteMoeTopKRouter", "GraniteMoeSharedTopKRouter", "GptOssTopKRouter"}
+CHOSEN = {"GraniteMoeTopKRouter", "GraniteMoeSharedTopKRouter"}
 KNOWN = SOFTMAX | SIGMOID | CHOSEN
 
 
@@ -33,6 +35,27 @@ def routers(model: Any) -> dict[str, Any]:
         why = f"its routers, {', '.join(unknown)}, are of no known form" if unknown else "it has no experts"
         raise UserError(f"trainer.router_replay = true: the routing of a {type(model).__name__} cannot be kept: {why}")
     return found
+
+
+class Layout(NamedTuple):
+    """Where a model has experts."""
+
+    layers: int  # of the model
+    routed: list[int]  # those with experts, in order
+    experts: int  # in each of these
+    per_token: int  # of them
+
+
+def layout(folder: Path) -> Layout:
+    """Of the model in `folder`, without its weights. UserError as `routers`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        found = routers(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+    router = next(iter(found.values()))
+    routed = [int(re.findall(r"\.layers\.(\d+)\.", name)[-1]) for name in found]
+    return Layout(config.get_text_config().num_hidden_layers, routed, experts(router), int(router.top_k))
 
 
 def experts(router: Any) -> int:

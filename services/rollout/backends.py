@@ -76,8 +76,10 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
             sleeps = config.placement == "shared"
             return await vllm_engine.VLLMEngine.start(config.model, ends, settings, number, sleeps=sleeps)
         case SGLangEngine() as settings:
+            from async_rl.models.routers import layout
             from async_rl.services.rollout import sglang_engine
 
             if config.model.lora is not None:
                 raise ConfigError("model.lora: engine 'sglang' takes whole models alone; use 'vllm' or 'transformers'")
-            return sglang_engine.SGLangEngine(settings.urls[number], ends, settings)
+            experts = layout(Path(config.model.path)) if config.trainer.router_replay else None
+            return sglang_engine.SGLangEngine(settings.urls[number], ends, settings, experts)

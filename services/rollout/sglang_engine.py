@@ -3,12 +3,14 @@
 An update retracts the requests in flight (`/pause_generation` mode retract), flushes the cache, has the server read the
 new weights from shared memory (`/update_weights_from_disk`), and goes on: what was sampled stays, and the cache is
 computed again. With a kept cache it pauses in place. Log-probabilities are of log_softmax(z / T), which is SGLang's
-default (SGLANG_RETURN_ORIGINAL_LOGPROB must not be set on the server).
+default (SGLANG_RETURN_ORIGINAL_LOGPROB must not be set on the server). Which experts its routers chose it says where
+the server was started with --enable-return-routed-experts.
 
 Written against SGLang 0.5.23.
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import logging
@@ -21,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from async_rl.config.schema import Sampling
 from async_rl.config.schema import SGLangEngine as Settings
 from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError, UserError
+from async_rl.models.routers import Layout
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
-from async_rl.trajectory import StopReason
+from async_rl.trajectory import UNROUTED, StopReason, routing_dtype
 
 LINE_BYTES = 2**26
 BACKUP = ("enable_memory_saver", "enable_weights_cpu_backup")
@@ -35,13 +39,14 @@ log = logging.getLogger(__name__)
 
 
 class SGLangEngine:
-    """An Engine. `url`: of a server that serves the policy's model; `end_tokens` end a completion."""
+    """An Engine. `url`: of a server that serves the policy's model; `end_tokens` end a completion. layout: of its
+    experts, where it is to say which ones its routers chose."""
 
     returns_survivors = False
-    returns_routing = False
 
-    def __init__(self, url: str, end_tokens: list[int], settings: Settings) -> None:
+    def __init__(self, url: str, end_tokens: list[int], settings: Settings, layout: Layout | None = None) -> None:
         self.version, self._url = -1, url
+        self.returns_routing, self._layout = layout is not None, layout
         self.context = settings.context
         self._ends, self._wait_s = end_tokens, settings.request_s
         self._drafts: set[Draft] = set()
@@ -82,6 +87,8 @@ class SGLangEngine:
             "logprob_start_len": -1,
             "stream": True,
         }
+        if self._layout is not None:
+            body["return_routed_experts"] = True
         draft.mark(self.version)
         self._drafts.add(draft)
         finish: dict[str, Any] | None = None
@@ -95,6 +102,9 @@ class SGLangEngine:
                 finish = meta["finish_reason"]
                 if finish is not None:
                     self._settle(draft, meta.get("weight_versions"))
+                    if self._layout is not None and finish["type"] in ("stop", "length"):
+                        tokens = len(prompt) + len(draft.tokens) - 1
+                        draft.routing[:] = routing_of(meta.get("routed_experts"), tokens, self._layout)
         except asyncio.CancelledError:
             await asyncio.shield(self._abort(rid))
             raise
@@ -228,3 +238,20 @@ class SGLangEngine:
         if kind != "length":
             raise EngineFault(f"sglang ended the request: {(finish or {}).get('message') or kind}")
         return cut_by(tokens, sampling)
+
+
+def routing_of(encoded: str | None, tokens: int, layout: Layout) -> np.ndarray:
+    """[tokens, layers with experts, k] from SGLang's [tokens, layers, k] int32 in base64. What is no expert's id is not
+    known."""
+    if encoded is None:
+        raise EngineDied(
+            "sglang: its answer has no routed_experts; start the server with --enable-return-routed-experts"
+        )
+    flat = np.frombuffer(base64.b64decode(encoded), dtype="<i4")
+    if flat.size != tokens * layout.layers * layout.per_token:
+        raise EngineFault(
+            f"sglang: {flat.size} routed experts of {tokens} tokens in {layout.layers} layers, {layout.per_token} each"
+        )
+    rows = flat.reshape(tokens, layout.layers, layout.per_token)[:, layout.routed]
+    known = ((rows >= 0) & (rows < layout.experts)).all(axis=-1, keepdims=True)
+    return np.where(known, rows, UNROUTED).astype(routing_dtype(layout.experts))

@@ -2,8 +2,10 @@
 unknown field is refused, as the real one does. The model counts upwards from the prompt's last token."""
 
 import asyncio
+import base64
 import contextlib
 import json
+import struct
 from pathlib import Path
 
 from aiohttp import web
@@ -19,10 +21,11 @@ class Running:
 
 
 class StandIn:
-    """`incremental`: as with --incremental-streaming-output."""
+    """`incremental`: as with --incremental-streaming-output. layers: of the model, where the server was started with
+    --enable-return-routed-experts; a token goes through experts token % 8 + layer and the next one."""
 
-    def __init__(self, *, step_s=0.005, incremental=False, end=None):
-        self.step_s, self.incremental, self.end = step_s, incremental, end
+    def __init__(self, *, step_s=0.005, incremental=False, end=None, layers=0):
+        self.step_s, self.incremental, self.end, self.layers = step_s, incremental, end, layers
         self.calls, self.bodies = [], []
         self.version, self.paused, self.flushes_refused = "default", "", 0
         self.running, self.loaded, self.refuse_weights = {}, [], ""
@@ -93,10 +96,16 @@ class StandIn:
                 "weight_version": self.version,
                 "weight_versions": run.spans,
             }
+            if finish is not None and self.layers and body.get("return_routed_experts"):
+                meta["routed_experts"] = self._routed([*body["input_ids"], *run.tokens][:-1])
             await response.write(f"data: {json.dumps({'text': '', 'meta_info': meta})}\n\n".encode())
         self.running.pop(body["rid"])
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _routed(self, tokens):
+        ids = [t % 8 + layer + k for t in tokens for layer in range(self.layers) for k in range(2)]
+        return base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)).decode()
 
     async def pause_generation(self, request, body):
         self.paused = body["mode"]

@@ -1,16 +1,19 @@
 """The SGLang engine against a stand-in with the routes and field names of the real server."""
 
 import asyncio
+import base64
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from async_rl.config.schema import Sampling
 from async_rl.config.schema import SGLangEngine as Settings
 from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError, UserError
+from async_rl.models.routers import Layout
 from async_rl.services.rollout.engine import Draft
-from async_rl.services.rollout.sglang_engine import SGLangEngine
+from async_rl.services.rollout.sglang_engine import SGLangEngine, routing_of
 from tests.flow.sglang_stand_in import StandIn
 
 END = 9
@@ -34,11 +37,11 @@ def reader(version):
     return read
 
 
-def with_engine(body, *, context=2000, request_s=20.0, **server):
+def with_engine(body, *, context=2000, request_s=20.0, layout=None, **server):
     async def main():
         async with asyncio.timeout(30), StandIn(**server).serve() as stand_in:
             settings = Settings(urls=[stand_in.address], context=context, request_s=request_s)
-            engine = SGLangEngine(stand_in.address, [END], settings)
+            engine = SGLangEngine(stand_in.address, [END], settings, layout)
             try:
                 await engine.update(reader(0))
                 return await body(engine, stand_in)
@@ -203,3 +206,43 @@ def test_a_server_that_would_lose_its_weights_asleep_is_refused():
         assert not server.released
 
     with_engine(body)
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_the_experts_of_every_token_but_the_last_arrive(incremental):
+    """SGLang has a row for every layer; of the middle one here, which has no experts, none is kept."""
+
+    async def body(engine, _server):
+        assert engine.returns_routing
+        return await engine.generate([3, 100], Sampling(max_new_tokens=3))
+
+    done = with_engine(body, incremental=incremental, layers=3, layout=Layout(3, [0, 2], 16, 2))
+    assert done.tokens == [101, 102, 103] and done.routing.dtype == np.int8
+    expected = [[[t % 8 + layer, t % 8 + layer + 1] for layer in (0, 2)] for t in (3, 100, 101, 102)]
+    assert done.routing.tolist() == expected
+
+
+def test_nobody_is_asked_for_experts_without_router_replay():
+    async def body(engine, server):
+        done = await engine.generate([3], Sampling(max_new_tokens=2))
+        return done.routing, [sent for path, sent in server.bodies if path == "/generate"]
+
+    routing, (sent,) = with_engine(body, layers=3)
+    assert routing is None and "return_routed_experts" not in sent
+
+
+def test_a_server_that_was_not_started_to_tell_experts_is_told_how():
+    async def body(engine, _server):
+        with pytest.raises(EngineDied, match="start the server with --enable-return-routed-experts"):
+            await engine.generate([3], Sampling(max_new_tokens=2))
+
+    with_engine(body, layout=Layout(3, [0, 2], 16, 2))
+
+
+def test_experts_that_are_none_are_not_known_and_a_wrong_count_is_a_fault():
+    ids = np.array([[[0, 1], [9, 9], [15, 2]], [[0, 16], [9, 9], [255, 3]]], dtype="<i4")
+    layout = Layout(3, [0, 2], 16, 2)
+    encoded = base64.b64encode(ids.tobytes()).decode()
+    assert routing_of(encoded, 2, layout).tolist() == [[[0, 1], [15, 2]], [[-1, -1], [-1, -1]]]
+    with pytest.raises(EngineFault, match="12 routed experts of 3 tokens in 3 layers, 2 each"):
+        routing_of(encoded, 3, layout)

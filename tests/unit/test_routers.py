@@ -10,8 +10,8 @@ import transformers.models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rl.errors import UserError
-from async_rl.models.routers import KNOWN, experts, routers, weights_of
-from tests.unit.moe_material import EXPERTS, tiny_moe
+from async_rl.models.routers import KNOWN, experts, layout, routers, weights_of
+from tests.unit.moe_material import EXPERTS, LAYERS, PER_TOKEN, tiny_moe
 
 SIZES = {"hidden_size": 16, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 2, "norm_topk_prob": True}
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -55,6 +55,11 @@ def test_the_routers_of_a_model_are_found_in_the_order_of_its_layers():
     found = routers(tiny_moe())
     assert list(found) == ["model.layers.0.mlp.gate", "model.layers.2.mlp.gate"]
     assert {experts(router) for router in found.values()} == {EXPERTS}
+
+
+def test_where_a_model_has_experts_is_known_without_its_weights(tmp_path):
+    tiny_moe().config.save_pretrained(tmp_path)
+    assert layout(tmp_path) == (LAYERS, [0, 2], EXPERTS, PER_TOKEN)
 
 
 def test_a_model_without_experts_is_refused():

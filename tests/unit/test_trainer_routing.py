@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from async_rl.agents.recording import Recording
@@ -172,6 +173,36 @@ def test_another_policy_routes_by_itself(trajectories):
     given = samples(trajectories)
     own = Network(undecided(1), configuration()).logprobs(given)
     assert torch.equal(Network(undecided(1), replaying()).logprobs(given), own)
+
+
+OTHERS = {
+    "Mixtral": {"num_local_experts": EXPERTS},
+    "Olmoe": {"num_experts": EXPERTS},
+    "Qwen2Moe": {"num_experts": EXPERTS, "shared_expert_intermediate_size": 24},
+    "GraniteMoe": {"num_local_experts": EXPERTS},
+    "Glm4Moe": {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8},
+    "Dots1": {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_read_what_they_sampled_through_the_samplers_experts(family):
+    def made():
+        torch.manual_seed(0)
+        shape = tiny_moe().config.to_dict()
+        names = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers")
+        more = ("num_attention_heads", "num_key_value_heads", "num_experts_per_tok", "initializer_range")
+        given = {name: shape[name] for name in (*names, *more)} | OTHERS[family]
+        kind = getattr(transformers, f"{family}ForCausalLM")
+        return kind(kind.config_class(**given)).eval()
+
+    given = samples(sampled(made(), members=2))
+    policy = Policy(made(), replaying())
+    with torch.no_grad(), Watched(policy.model) as watched:
+        row = pack(given)
+        policy.logits(row)
+    assert torch.equal(watched.passes[0], row.routing.long())
+    assert float((policy.logprobs(given) - behaviour(given)).abs().max()) < 1e-4
 
 
 def forced_samples(seed=0, count=5):
