@@ -2,21 +2,21 @@
 
     python benchmarks/weights.py [--sections shm,collective,disk,delta] [--rounds 7] [--quick]
 
-A model of about 500 MB in bfloat16 (Llama's shapes, random) is published time and again. Trainer, relay and rollout
+A model of about 500 MB in bfloat16 (Llama's shapes, random) is published again and again. Trainer, relay and rollout
 are processes of their own; the relay is `async-rl serve weight-sync`. Figures are medians over rounds, in GB/s (10^9
-bytes of weights) or seconds; what is compared takes turns, since the machine's pace changes.
+bytes of weights) or seconds; what is compared takes turns, since the machine's pace changes, and ratios are of rounds.
 
-shm          `write`: the trainer's copy into the slot, mapped and reused, checksums included; `memcpy`: the C
-             library's, of the same tensors, by one thread, into a mapped file of that size. `copy`: the write without
-             checksums.
-collective   `send`: from the order to the last byte sent, checksums included; `broadcast`: gloo alone, between the
-             trainer and another process, in buckets of 32 MiB.
-disk         `write`: the trainer's file, made durable.
-delta        a collective of which one element in ten thousand blocks changes.
+shm          `transport`: the trainer's copy into the slot, mapped and reused, checksums included. Against `memcpy`: the
+             C library's, of the same tensors, by one thread, into a mapped file of that size.
+collective   `transport`: from the order to the last byte sent, checksums included. Against `broadcast`: gloo alone,
+             between the trainer and another process, in buckets of 32 MiB.
+disk         `transport`: the trainer's file, made durable.
+delta        a collective; of each tensor a block of 4 KiB or two change.
 
-`held_s`: how long the trainer stands still, until the version is visible. `paused_s`: of a rollout, to fetch, verify
-and load it into a live model. `relay_s`: from the last byte to visible, the trainer's and the relay's checksums among
-it. The last line printed is one JSON object.
+`copy`: memcpy by as many threads as we use. `checksum`, `checksums`: xxh3 of all bytes by one thread, and by those.
+`held_s`: how long the trainer stands still, until the version is visible; `relay_s`: of it what comes before the order
+and after the last byte. `paused_s`: of a rollout, to fetch, verify and load the version into a live model.
+The last line printed is one JSON object.
 """
 
 import argparse
@@ -160,7 +160,7 @@ async def trainer(config: Config, layers: int) -> None:
 
 
 def change(model: Llama, version: int) -> None:
-    """One block of 4 KiB in ten thousand is another one."""
+    """Of each tensor a block of 4 KiB or two are other ones."""
     for parameter in model.parameters():
         flat = parameter.view(-1)
         flat[(version * 7919) % flat.numel() :: 2048 * 10_000] = float(version)

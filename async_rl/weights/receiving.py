@@ -163,10 +163,9 @@ def _thread(work: Callable[[int], list[int]], rank: int) -> "Future[list[int]]":
         try:
             with torch.no_grad():
                 future.set_result(work(rank))
-        except AsyncRLError as error:
-            future.set_exception(PublicationError(f"from rank {rank}: {error}"))
-        except BaseException as error:  # whatever it is, it is told where the delivery is waited for
-            future.set_exception(error)
+        except Exception as error:  # whatever it is: this delivery fails, and the relay goes on
+            kind = "" if isinstance(error, AsyncRLError) else f"{type(error).__name__}: "
+            future.set_exception(PublicationError(f"from rank {rank}: {kind}{error}"))
 
     threading.Thread(target=run, name=f"from rank {rank}", daemon=True).start()
     return future
