@@ -109,6 +109,7 @@ class TrainerService(Service):
             config.weight_sync,
             epoch=self._epoch,
             folder=folder_of(config, self.run),
+            peers=[address for name in relays if (address := self._address_of(name))],
         )
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._publisher.announce_forever(), name="announcing weights")

@@ -138,7 +138,7 @@ def test_who_is_killed_with_the_device_has_given_it_back(graded: Path, who: str)
 
 
 def test_who_waits_too_long_names_the_holder_and_the_setting(graded: Path) -> None:
-    settings = ["mode=sync", "max_steps=500", "placement=shared", "trainer.draw_wait_s=2"]
+    settings = ["mode=sync", "max_steps=500", "placement=shared", "trainer.draw_wait_s=10"]
     process = ring.start("train", "run.toml", *settings, cwd=graded)
     try:
         ring.until(lambda: len(ring.steps(graded)) >= 2, "step 2")
@@ -149,7 +149,7 @@ def test_who_waits_too_long_names_the_holder_and_the_setting(graded: Path) -> No
         status, output = ring.finish(process)
     assert status == 1
     assert f"the device cpu, held by rollout-0 (pid {pid})" in output.rstrip().splitlines()[-1]
-    assert "(trainer.draw_wait_s = 2)" in output.rstrip().splitlines()[-1]
+    assert "(trainer.draw_wait_s = 10)" in output.rstrip().splitlines()[-1]
     assert ring.left_over(graded) == []
 
 
