@@ -18,11 +18,12 @@ from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.modes import correction
 from async_rl.config.placement import placement_problems
-from async_rl.config.schema import CustomGrader, SGLangEngine
+from async_rl.config.schema import CustomGrader
 from async_rl.config.weight_sync import weight_sync_problems
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
 from async_rl.models import lora, prepare
+from async_rl.models.load import without_weights
 from async_rl.user_code import load as load_function
 
 PROXIMAL = {
@@ -146,12 +147,13 @@ def _lora(config: Config) -> Iterator[str]:
     if settings is None:
         return
     lora.require_peft("model.lora")
-    if isinstance(config.rollout.engine, SGLangEngine):
-        yield "model.lora: engine 'sglang' takes whole models alone; use 'vllm' or 'transformers'"
+    problem = lora.engine_problem(config)
+    if problem is not None:
+        yield problem
     if lora.is_adapter(path):
         yield f"model.path = '{path}' is an adapter, and model.lora needs a whole model: `async-rl export` makes one"
     elif (path / "config.json").is_file():
-        lora.targets(settings, lora.linear_layers_in(path))
+        lora.targets(settings, lora.linear_layers(without_weights(path)))
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -55,6 +55,16 @@ def load_policy(model: Model, *, device: str = "cpu") -> Any:
     return policy.to(device).eval()
 
 
+def without_weights(folder: Path) -> Any:
+    """The causal language model of config.json in `folder`, on the meta device: its layers, and no number."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+
+
 def load_tokenizer(model: Model) -> Any:
     from transformers import AutoTokenizer
 

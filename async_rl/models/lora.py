@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.schema import LoRA
+from async_rl.config.schema import Config, LoRA, SGLangEngine
 from async_rl.errors import ConfigError, UserError, nearest
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -21,6 +21,13 @@ def require_peft(what: str) -> None:
     """UserError where peft is not installed, which `what` needs."""
     if importlib.util.find_spec("peft") is None:
         raise UserError(f"{what} needs peft: pip install 'async-rl[lora]'")
+
+
+def engine_problem(config: Config) -> str | None:
+    """Why the run's engine can take no adapters; None where it can."""
+    if config.model.lora is not None and isinstance(config.rollout.engine, SGLangEngine):
+        return "model.lora: engine 'sglang' takes whole models alone; use 'vllm' or 'transformers'"
+    return None
 
 
 def is_adapter(folder: Path) -> bool:
@@ -57,16 +64,6 @@ def linear_layers(model: Any) -> list[str]:
 
     head = model.get_output_embeddings()
     return [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
-
-
-def linear_layers_in(folder: Path) -> list[str]:
-    """The same of the model in `folder`, of which no weight is loaded."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
-        return linear_layers(AutoModelForCausalLM.from_config(settings))  # type: ignore[no-untyped-call]
 
 
 def targets(settings: LoRA, layers: Iterable[str]) -> list[str]:

@@ -78,6 +78,12 @@ def gaps(tensors: Sequence[TensorEntry]) -> Iterator[tuple[int, int]]:
             yield end, after.offset - end
 
 
+def clear_gaps(tensors: Sequence[TensorEntry], slot: mmap.mmap) -> None:
+    """Whatever lay in the slot before."""
+    for offset, nbytes in gaps(tensors):
+        slot[offset : offset + nbytes] = bytes(nbytes)
+
+
 def seal(
     layout: Layout,
     buffer: Buffer,
@@ -181,13 +187,16 @@ def _checksum(view: memoryview, offset: int, nbytes: int) -> int:
 
 def views(tensors: Sequence[TensorEntry], buffer: Buffer) -> Iterator[tuple[str, "torch.Tensor"]]:
     """(canonical name, tensor on the CPU): views of the slot, to be copied from and not to be kept."""
+    for entry in tensors:
+        yield entry.name, view(entry, buffer)
+
+
+def view(entry: TensorEntry, buffer: Buffer) -> "torch.Tensor":
+    """The tensor in the slot `buffer`, without a copy."""
     import torch
 
-    for entry in tensors:
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        if entry.nbytes:
-            count = entry.nbytes // dtype.itemsize
-            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset)
-            yield entry.name, flat.view(entry.shape)
-        else:
-            yield entry.name, torch.empty(entry.shape, dtype=dtype)
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = entry.nbytes // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)

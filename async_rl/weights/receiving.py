@@ -17,7 +17,7 @@ from async_rl.weights import disk
 from async_rl.weights.boxes import Box
 from async_rl.weights.delta import Mask, scatter, size
 from async_rl.weights.links import Groups
-from async_rl.weights.manifest import Layout, gaps, seal
+from async_rl.weights.manifest import Layout, clear_gaps, seal, view
 from async_rl.weights.parcels import Parcel, blocks, parcels, tiles
 from async_rl.weights.sending import AHEAD, Window, largest, messages_of
 from async_rl.weights.source import checksum
@@ -35,8 +35,7 @@ class Reception:
         self.delivery = delivery
         self._relay, self._device, self._slot, self._groups = relay, torch.device(device), slot, groups
         if delivery.base < 0:
-            for offset, nbytes in gaps(delivery.tensors):
-                slot[offset : offset + nbytes] = bytes(nbytes)
+            clear_gaps(delivery.tensors, slot)
         self._parcels = [parcels(delivery.tensors, own, delivery.bucket_bytes) for own in delivery.pieces]
         self._ranks = [_thread(self._receive, rank) if own else None for rank, own in enumerate(self._parcels)]
 
@@ -127,7 +126,7 @@ class _Slot:
     """The tensors in a slot, by their index in the layout."""
 
     def __init__(self, tensors: Sequence[TensorEntry], slot: mmap.mmap) -> None:
-        self._tensors = tensors
+        self._tensors, self._slot = tensors, slot
         self._bytes = torch.frombuffer(slot, dtype=torch.uint8)
 
     def run(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -150,9 +149,7 @@ class _Slot:
 
     def _part(self, tensor: int, box: Box) -> torch.Tensor:
         entry = self._tensors[tensor]
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        flat = self._bytes[entry.offset : entry.offset + entry.nbytes].view(dtype)
-        return flat.view(entry.shape)[box.inside(Box.whole(entry.shape))]
+        return view(entry, self._slot)[box.inside(Box.whole(entry.shape))]
 
 
 def _thread(work: Callable[[int], list[int]], rank: int) -> "Future[list[int]]":

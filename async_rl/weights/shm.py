@@ -8,7 +8,7 @@ import xxhash
 
 from async_rl.protocol.weight_sync import Delivery
 from async_rl.weights.boxes import Box
-from async_rl.weights.manifest import DTYPE_BYTES, each, gaps, spans
+from async_rl.weights.manifest import each, spans, view
 from async_rl.weights.source import Source, copy
 
 CACHED = 256 * 2**10  # bytes copied at a time: their checksum is made while the second-level cache still has them
@@ -25,18 +25,10 @@ def write(delivery: Delivery, rank: int, source: Source, slot: mmap.mmap) -> lis
     def place(one: tuple[int, Box]) -> None:
         tensor, box = one
         entry = tensors[tensor]
-        count = entry.nbytes // DTYPE_BYTES[entry.dtype]
-        flat = torch.frombuffer(slot, dtype=getattr(torch, entry.dtype), count=count, offset=entry.offset)
-        copy(flat.view(entry.shape)[box.inside(Box.whole(entry.shape))], source.part(tensor, box))
+        copy(view(entry, slot)[box.inside(Box.whole(entry.shape))], source.part(tensor, box))
 
     each(place, boxes)
     return []
-
-
-def clear_gaps(delivery: Delivery, slot: mmap.mmap) -> None:
-    """Equal weights have equal checksums, whatever lay in the slot before."""
-    for offset, nbytes in gaps(delivery.tensors):
-        slot[offset : offset + nbytes] = bytes(nbytes)
 
 
 class _Whole:

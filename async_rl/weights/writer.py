@@ -20,12 +20,12 @@ from async_rl.actor.remote import Remote
 from async_rl.config.schema import WeightSync
 from async_rl.errors import AsyncRLError, DeadlineExceeded, PublicationError
 from async_rl.protocol.weight_sync import Commit, Delivery, Folder, Links, LoRAInfo, Seal, Shared, Slot
-from async_rl.weights import disk, shm
+from async_rl.weights import disk
 from async_rl.weights.carry import Bench, carry_out
 from async_rl.weights.draft import Draft, draft
 from async_rl.weights.line import Delivered, Line, Written
 from async_rl.weights.links import Hub, hub_address
-from async_rl.weights.manifest import Layout, check_buckets, seal, spans
+from async_rl.weights.manifest import Layout, check_buckets, clear_gaps, seal, spans
 from async_rl.weights.order import Order, Outcome, Task, checksums_of
 from async_rl.weights.slot import Maps
 from async_rl.weights.source import move
@@ -207,7 +207,7 @@ class Publisher:
         """What goes to a relay that is ready for it; None where it failed."""
         if self._settings.transport == "shm":
             delivery = self._delivery(version, plan, line.name, -1, Shared(slot.path))
-            await self._in_thread(shm.clear_gaps, delivery, self._maps.open(slot.path))
+            await self._in_thread(clear_gaps, delivery.tensors, self._maps.open(slot.path))
             return delivery
         operation_s = self._settings.operation_s
         delivery = self._delivery(version, plan, line.name, self._base(line, slot), self._links(line))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from async_rl.config.schema import Config, FakeEngine, SGLangEngine, TransformersEngine, VLLMEngine
 from async_rl.errors import ConfigError
+from async_rl.models.lora import engine_problem
 from async_rl.models.text import ChatText, TokenizerText
 from async_rl.services.rollout.engine import Engine
 from async_rl.services.rollout.router import Engines
@@ -79,7 +80,8 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
             from async_rl.models.routers import layout
             from async_rl.services.rollout import sglang_engine
 
-            if config.model.lora is not None:
-                raise ConfigError("model.lora: engine 'sglang' takes whole models alone; use 'vllm' or 'transformers'")
+            problem = engine_problem(config)
+            if problem is not None:
+                raise ConfigError(problem)
             experts = layout(Path(config.model.path)) if config.trainer.router_replay else None
             return sglang_engine.SGLangEngine(settings.urls[number], ends, settings, experts)

@@ -127,16 +127,11 @@ class WeightSyncService(Service):
 
     async def _commit(self, commit: Commit) -> Visible | Rejected:
         manifest, index = commit.manifest, self._slots.index(commit.path)
-        match self._table.judge(manifest, index):
-            case Refuse(reason=reason):
-                return self._reject(manifest.version, reason)
-            case Have():
-                return Visible(manifest.version)
-        assert index is not None
+        known = self._judge(manifest, index)
+        if known is not None:
+            return known
         wrong = await asyncio.to_thread(self._verify, manifest, commit.path)
-        if wrong:
-            return self._reject(manifest.version, wrong[0])
-        return await self._show(manifest, index)
+        return await self._show(manifest, index, wrong)
 
     async def _receive(self, delivery: Delivery, path: str) -> Done | Rejected:
         from async_rl.weights.links import RELAY, Groups
@@ -178,16 +173,22 @@ class WeightSyncService(Service):
         if wrong:
             return self._reject(seal.version, wrong[0])
         manifest, index = await asyncio.to_thread(reception.manifest, received), self._slots.index(path)
+        return self._judge(manifest, index) or await self._show(manifest, index, check_layout(manifest))
+
+    def _judge(self, manifest: Manifest, index: int | None) -> Visible | Rejected | None:
+        """The answer where the table knows one; None: it may become visible, once its bytes are verified."""
         match self._table.judge(manifest, index):
             case Refuse(reason=reason):
                 return self._reject(manifest.version, reason)
             case Have():
                 return Visible(manifest.version)
-        assert index is not None
-        problems = check_layout(manifest)
-        return self._reject(manifest.version, problems[0]) if problems else await self._show(manifest, index)
+        return None
 
-    async def _show(self, manifest: Manifest, index: int) -> Visible:
+    async def _show(self, manifest: Manifest, index: int | None, wrong: list[str]) -> Visible | Rejected:
+        """wrong: what was found in it, one line each."""
+        if wrong:
+            return self._reject(manifest.version, wrong[0])
+        assert index is not None
         self._table.show(manifest, index)
         self.version = manifest.version
         self._published += 1

@@ -6,6 +6,7 @@ One engine for the whole file, since each takes ten seconds to start; every test
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,9 +46,10 @@ def llama(seed=0, *, tied=True, vocabulary=128):
 class Given:
     """Weights in a slot, as a subscriber hands them out."""
 
-    def __init__(self, folder, model, version):
+    def __init__(self, folder, model, version, lora=None):
         layout, data = packed(model)
-        self.version, self.manifest = version, seal(layout, data, version=version, epoch=0)
+        self.version = version
+        self.manifest = msgspec.structs.replace(seal(layout, data, version=version, epoch=0), lora=lora)
         self.path = str(folder / f"slot-{version}")
         (folder / f"slot-{version}").write_bytes(data)
         self._data = data
@@ -63,16 +65,16 @@ class Given:
 class Bench:
     """The engine, and a loop that its tests share."""
 
-    def __init__(self, folder, tied):
+    def __init__(self, folder, tied, lora=None):
         self.tied, self.folder, self.runner = tied, folder, asyncio.Runner()
         llama(0, tied=tied).save_pretrained(folder / "model")
-        self.engine = self.run(self._start(), 180)
+        self.engine = self.run(self._start(lora), 180)
 
-    async def _start(self):
+    async def _start(self, lora):
         from async_rl.services.rollout.vllm_engine import VLLMEngine as Engine
 
         settings = VLLMEngine(max_requests=32, kv_cache_bytes=2**26)
-        return await Engine.start(Model(path=str(self.folder / "model")), [END], settings)
+        return await Engine.start(Model(path=str(self.folder / "model"), lora=lora), [END], settings)
 
     def run(self, work, limit_s=60):
         async def bounded():
@@ -81,9 +83,9 @@ class Bench:
 
         return self.runner.run(bounded())
 
-    async def update(self, model, *, keep_cache=False):
+    async def update(self, model, *, lora=None, keep_cache=False):
         version = next(VERSIONS)
-        weights = Given(self.folder, model, version)
+        weights = Given(self.folder, model, version, lora)
 
         async def read(apply):
             await apply(weights)

@@ -2,26 +2,21 @@
 
 import asyncio
 import copy
-import itertools
 
-import msgspec
 import pytest
 import torch
 
-from async_rl.config.schema import LoRA, Model, Sampling, VLLMEngine
+from async_rl.config.schema import LoRA, Sampling
 from async_rl.errors import PublicationError, UserError
 from async_rl.protocol.weight_sync import LoRAInfo
 from async_rl.services.rollout.engine import Draft
 from async_rl.services.rollout.live_adapters import merged
-from async_rl.weights.manifest import aliases_of, seal, views
-from tests.engines.test_vllm import END, PROMPTS, close_to, llama, under
-from tests.flow.rollout_material import packed
+from tests.engines.test_vllm import PROMPTS, Bench, Given, close_to, llama, under
 
 pytestmark = pytest.mark.vllm
 
 RANK, ALPHA = 4, 8.0
 TARGETS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-VERSIONS = itertools.count(1)
 BASE = llama(0)
 
 
@@ -55,61 +50,17 @@ class Adapters:
         return model
 
 
-class Given:
-    def __init__(self, folder, adapters, version, lora):
-        layout, data = packed(adapters)
-        self.version = version
-        self.manifest = msgspec.structs.replace(seal(layout, data, version=version, epoch=0), lora=lora)
-        self.path, self._data = str(folder / f"slot-{version}"), data
-        (folder / f"slot-{version}").write_bytes(data)
-
-    @property
-    def aliases(self):
-        return aliases_of(self.manifest)
-
-    def tensors(self):
-        return views(self.manifest.tensors, self._data)
-
-
-class Bench:
+class LoRABench(Bench):
     def __init__(self, folder):
-        self.folder, self.runner = folder, asyncio.Runner()
-        BASE.save_pretrained(folder / "model")
-        self.engine = self.run(self._start(), 180)
-
-    async def _start(self):
-        from async_rl.services.rollout.vllm_engine import VLLMEngine as Engine
-
-        settings = VLLMEngine(max_requests=32, kv_cache_bytes=2**26)
-        model = Model(path=str(self.folder / "model"), lora=LoRA(rank=RANK, alpha=ALPHA))
-        return await Engine.start(model, [END], settings)
-
-    def run(self, work, limit_s=90):
-        async def bounded():
-            async with asyncio.timeout(limit_s):
-                return await work
-
-        return self.runner.run(bounded())
+        super().__init__(folder, tied=True, lora=LoRA(rank=RANK, alpha=ALPHA))
 
     async def update(self, adapters, *, keep_cache=False):
-        version = next(VERSIONS)
-        weights = Given(self.folder, adapters, version, adapters.info)
-
-        async def read(apply):
-            await apply(weights)
-            return version
-
-        await self.engine.update(read, keep_cache=keep_cache)
-        return version
-
-    async def sample(self):
-        work = (self.engine.generate(PROMPTS[k], Sampling(max_new_tokens=24), seed=k) for k in range(4))
-        return await asyncio.gather(*work)
+        return await super().update(adapters, lora=adapters.info, keep_cache=keep_cache)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    made = Bench(tmp_path_factory.mktemp("vllm"))
+    made = LoRABench(tmp_path_factory.mktemp("vllm"))
     yield made
     made.run(made.engine.close())
     made.runner.close()

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.flow import weights_material
 from tests.flow.actor_material import run
 from tests.flow.weights_material import Nest, equal, fetched, kill, net
 
@@ -27,9 +28,7 @@ async def duration(trainer, version):
 
 
 async def shows(nest, name, version):
-    """Whether relay `name` shows exactly `version`, bit for bit."""
-    found, tensors = await fetched(nest.config, name)
-    return found == version and equal(tensors, net(version, **ABOUT))
+    return await weights_material.shows(nest, name, version, seed=version, **ABOUT)
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective", "disk"])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.flow.actor_material import run
-from tests.flow.weights_material import Nest, equal, fetched, kill, net
+from tests.flow.weights_material import Nest, equal, fetched, kill, net, shows
 
 QUICK = ("weight_sync.operation_s=2", "weight_sync.publish_s=15", "weight_sync.bucket_bytes=20000")
 
@@ -20,6 +20,12 @@ def options(transport, relays=1, *more):
 
 def names(relays):
     return ["weight_sync"] if relays == 1 else [f"weight_sync-{k}" for k in range(relays)]
+
+
+async def assert_shown(nest, version, relays=2, **about):
+    """Every relay shows `version`, and it is the trainer's model."""
+    for name in names(relays):
+        assert await shows(nest, name, version, **about), name
 
 
 def left_on_disk(nest):
@@ -38,10 +44,7 @@ def test_what_arrives_is_the_trainers_model_bit_for_bit(nursery, tmp_path, trans
             trainer = nest.trainer(1, ranks)
             for version in range(3):
                 assert await trainer.publish(version, seed=version) == ""
-                for name in names(relays):
-                    found, tensors = await fetched(nest.config, name)
-                    assert found == version
-                    assert equal(tensors, net(version))
+                await assert_shown(nest, version, relays, seed=version)
 
     run(main())
 
@@ -72,10 +75,7 @@ def test_between_full_publications_only_what_changed_goes_and_the_whole_is_right
             for version in range(7):
                 about = {"seed": 0, "touched": version}
                 assert await trainer.publish(version, **about) == ""
-                for name in names(2):
-                    found, tensors = await fetched(nest.config, name)
-                    assert found == version
-                    assert equal(tensors, net(**about))
+                await assert_shown(nest, version, **about)
                 if transport == "disk":
                     found = left_on_disk(nest)
                     assert len(found) == ranks  # of each rank the newest
@@ -97,10 +97,7 @@ def test_a_relay_without_the_base_of_a_delta_gets_all_of_it(nursery, tmp_path):
             kill(pids[1])
             await nest.relay("weight_sync-1")
             assert await trainer.publish(2, seed=0, touched=2) == ""
-            for name in names(2):
-                version, tensors = await fetched(nest.config, name)
-                assert version == 2
-                assert equal(tensors, net(0, touched=2))
+            await assert_shown(nest, 2, seed=0, touched=2)
 
     run(main())
 
@@ -173,9 +170,6 @@ def test_a_relay_that_freezes_costs_an_operations_deadline_and_its_next_publicat
             assert "failed the last time and has not answered within 2 s" in await trainer.publish(3, seed=3)
             os.kill(pids[1], signal.SIGCONT)
             assert await trainer.publish(4, seed=4) == ""
-            for name in names(2):
-                version, tensors = await fetched(nest.config, name)
-                assert version == 4
-                assert equal(tensors, net(4))
+            await assert_shown(nest, 4, seed=4)
 
     run(main())

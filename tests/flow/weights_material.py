@@ -180,6 +180,12 @@ async def fetched(config, name, have=-1, wait_s=10.0, worker="rollout-9"):
         return received.version, tensors
 
 
+async def shows(nest, name, version, **about):
+    """Whether relay `name` shows exactly `version`, and it is `net(**about)` bit for bit."""
+    found, tensors = await fetched(nest.config, name)
+    return found == version and equal(tensors, net(**about))
+
+
 def equal(tensors, model, dtype=None):
     """Bit for bit, every name."""
     expected = model.state_dict()

@@ -14,8 +14,8 @@ from async_rl.cli.export import export
 from async_rl.config.memory import estimate
 from async_rl.config.schema import LoRA, Sampling, Warmup
 from async_rl.errors import ConfigError, PublicationError, UserError
-from async_rl.models.load import load_policy
-from async_rl.models.lora import linear_layers, linear_layers_in, targets
+from async_rl.models.load import load_policy, without_weights
+from async_rl.models.lora import linear_layers, targets
 from async_rl.models.tiny import build_model, build_tokenizer
 from async_rl.services.rollout.engine import Draft
 from async_rl.services.rollout.live_adapters import LiveAdapters, merged
@@ -309,8 +309,8 @@ def test_what_is_merged_is_computed_in_float32():
 
 
 def test_the_layers_of_a_model_are_known_without_its_weights(base):
-    assert linear_layers_in(base) == linear_layers(AutoModelForCausalLM.from_pretrained(base))
-    assert targets(LoRA(), linear_layers_in(base)) == LAYERS
+    assert linear_layers(without_weights(base)) == linear_layers(AutoModelForCausalLM.from_pretrained(base))
+    assert targets(LoRA(), linear_layers(without_weights(base))) == LAYERS
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from async_rl.weights.manifest import (
     check_buckets,
     check_layout,
     check_names,
+    clear_gaps,
     gaps,
     seal,
     shapes_of,
@@ -49,7 +50,7 @@ def write(layout, model, buffer, version, bucket_bytes):
     """What a trainer of one rank does with a slot in shared memory."""
     pieces = draft(model, 1, ["relay"], bucket_bytes, None).pieces["relay"]
     delivery = Delivery(version, 1, layout.nbytes, layout.tensors, pieces, bucket_bytes, -1, Shared(""))
-    shm.clear_gaps(delivery, buffer)
+    clear_gaps(layout.tensors, buffer)
     sums = shm.write(delivery, 0, Source(model, layout.tensors), buffer)
     known = dict(zip(layout.spans, sums, strict=True))
     assert seal(layout, buffer, version=version, epoch=1, known=known) == seal(layout, buffer, version=version, epoch=1)
