@@ -18,6 +18,7 @@ from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.modes import correction
 from async_rl.config.placement import placement_problems
+from async_rl.config.ranks import rank_problems
 from async_rl.config.schema import CustomGrader
 from async_rl.config.weight_sync import weight_sync_problems
 from async_rl.data import check as check_data
@@ -85,8 +86,19 @@ def _algorithm_in_words(config: Config) -> str:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    basic = (_staleness, batch_problems, placement_problems, _algorithm, _groups, engine_problems, environment_problems)
-    for step in (*basic, _data, _model, _lora, _grader, _addresses, weight_sync_problems, _device, _memory):
+    basic = (_staleness, batch_problems, placement_problems, rank_problems, _algorithm, _groups, engine_problems)
+    for step in (
+        *basic,
+        environment_problems,
+        _data,
+        _model,
+        _lora,
+        _grader,
+        _addresses,
+        weight_sync_problems,
+        _device,
+        _memory,
+    ):
         try:
             found = list(step(config))
         except UserError as error:

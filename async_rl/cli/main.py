@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("service", choices=SERVICES)
     _run_arguments(serve)
     serve.add_argument("--index", type=int, default=0, help="which of several services of its kind this is, from 0")
+    serve.add_argument("--rank", type=int, default=0, help="of a trainer over several hosts: which one this is, from 0")
     serve.set_defaults(command=_serve)
 
     _on_run(commands, "check", "validate a configuration without starting anything", _check)
@@ -109,7 +110,7 @@ def _train(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from async_rl.cli.serve import serve
 
-    return serve(options.service, options.run, options.overrides, index=options.index)
+    return serve(options.service, options.run, options.overrides, index=options.index, rank=options.rank)
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -2,25 +2,30 @@
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 
 from async_rl.actor.process import PARENT, die_with_parent
 from async_rl.actor.service import Service, run_service
 from async_rl.cli.resume import keep_config
 from async_rl.config import Config, load
-from async_rl.errors import UserError
+from async_rl.config.ranks import first_remote, rank_problems
+from async_rl.errors import ConfigError, UserError
 from async_rl.rundir import RunDir
+from async_rl.supervisor.verdict import LOST
 from async_rl.weights.relays import relay_names
 
 ELASTIC = ("rollout", "reward")
 """Workers may join a run beyond those that `async-rl train` starts."""
 
 
-def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) -> int:
-    """Run the service until its run ends; its exit status."""
+def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0, rank: int = 0) -> int:
+    """Run the service until its run ends; its exit status. rank: of the trainer."""
     # The relay stops in order: its slots in shared memory would outlive it.
     die_with_parent(os.environ.get(PARENT), signal.SIGTERM if service == "weight-sync" else signal.SIGKILL)
     config = load(path, overrides)
+    if rank:
+        return serve_rank(config, service, rank)
     run = RunDir.of(config)
     name = service_name(config, service, index)
     run.create()
@@ -30,6 +35,23 @@ def serve(service: str, path: str, overrides: Sequence[str], *, index: int = 0) 
             if service == "trainer":
                 keep_config(config, run)
         return run_service(build(config, service, name))
+
+
+def serve_rank(config: Config, service: str, rank: int) -> int:
+    """A rank of the trainer beside the leading one, on another host; again with the next where that one is lost."""
+    first, ranks = first_remote(config), config.trainer.ranks
+    if service != "trainer" or not first <= rank < ranks:
+        known = f"{first} to {ranks - 1}" if first < ranks else f"none (trainer.ranks = {ranks}, all on one host)"
+        raise UserError(f"serve {service} --rank {rank}: ranks of the trainer that are started by hand: {known}")
+    for problem in rank_problems(config):
+        raise ConfigError(problem)
+    from async_rl.services.trainer.follower import follow
+
+    host, _, port = config.trainer.rendezvous.rpartition(":")
+    status = follow(host, int(port), rank, config, config.services.connect_s)
+    if status == LOST:  # torch's groups cannot be made anew in the same process
+        os.execv(sys.executable, [sys.executable, "-m", "async_rl.cli.main", *sys.argv[1:]])
+    return status
 
 
 def service_name(config: Config, service: str, index: int) -> str:

@@ -11,7 +11,15 @@ def placement_problems(config: Config) -> Iterator[str]:
     """One line each."""
     if config.placement != "shared":
         return
-    limits, engine = bounds(config), config.rollout.engine
+    limits, engine, trainer = bounds(config), config.rollout.engine, config.trainer
+    for name, given, right in (("ranks", trainer.ranks, 1), ("offload", trainer.offload, False)):
+        if given != right:
+            yield (
+                f"placement = 'shared' with trainer.{name} = {str(given).lower()}: models that take turns on a device "
+                f"are whole; {str(right).lower()} there"
+            )
+    if trainer.dtype is not None:
+        yield f"placement = 'shared' with trainer.dtype = '{trainer.dtype}': leave it out there"
     if limits.eta:
         yield (
             f"placement = 'shared': mode '{config.mode}' (staleness.max = {limits.eta}) trains and generates at the "

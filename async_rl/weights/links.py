@@ -25,21 +25,21 @@ FIRST = 4  # times weight_sync.operation_s that a relay which is ready waits for
 
 
 class Hub:
-    """The store at which the groups meet, in the process of the leading rank, at one of its addresses alone."""
+    """The store at which the groups meet, in the process of the leading rank, at one of its addresses alone.
+    port: 0 for a free one."""
 
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family)
-        self._socket.bind((host, 0))
-        self._socket.listen(1024)
-        self.host, self.port = host, int(self._socket.getsockname()[1])
-        self._store = dist.TCPStore(
+    def __init__(self, host: str, port: int = 0) -> None:
+        listening = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
+        )
+        self.host, self.port = host, int(listening.getsockname()[1])
+        self.store = dist.TCPStore(
             host,
             self.port,
             None,
             True,
             wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),  # by itself it would listen on every interface
+            master_listen_fd=listening.detach(),  # by itself it would listen on every interface
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -18,6 +19,7 @@ from async_rl.errors import ConfigError
 from async_rl.models.load import load_policy
 from async_rl.models.lora import PREFIX, TENSORS, linear_layers, require_peft, targets
 from async_rl.protocol.weight_sync import LoRAInfo
+from async_rl.services.trainer.ranks import sharded
 from async_rl.services.trainer.trained import weights_checksum
 
 ADAPTER = "default"  # peft's name for it, in names of parameters
@@ -30,7 +32,8 @@ def load(config: Config, first: Model, folder: Path | None = None) -> Any:
     ConfigError where the adapters of the checkpoint are of another base; KeyError, RuntimeError and SafetensorError
     where its file is damaged.
     """
-    device = config.trainer.device
+    device = "cpu" if sharded(config.trainer) else config.trainer.device  # from there each rank takes its part
+    first = in_trained_dtype(first, config)
     if config.model.lora is None:
         return load_policy(first if folder is None else _at(first, folder), device=device)
     model = load_policy(first, device=device)
@@ -41,6 +44,11 @@ def load(config: Config, first: Model, folder: Path | None = None) -> Any:
     if folder is not None:
         _fill(model, folder / TENSORS, base, first.path)
     return model
+
+
+def in_trained_dtype(model: Model, config: Config) -> Model:
+    """`model` as the optimizer updates it; what it computes in is another thing."""
+    return msgspec.structs.replace(model, dtype=config.trainer.dtype or model.dtype)
 
 
 def attach(model: Any, settings: LoRA, seed: int) -> None:
@@ -110,6 +118,4 @@ def _fill(model: Any, path: Path, base: str, where: str) -> None:
 
 
 def _at(model: Model, folder: Path) -> Model:
-    from msgspec.structs import replace
-
-    return replace(model, path=str(folder))
+    return msgspec.structs.replace(model, path=str(folder))

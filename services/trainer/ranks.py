@@ -4,18 +4,20 @@ many."""
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 from torch import Tensor
-from torch import distributed as dist
 
 from async_rl.config.schema import Trainer
 from async_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
+dist: Any = torch.distributed  # whose stubs leave out what is used here
 DATA, SEQUENCE = "data", "sequence"
 BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
@@ -67,7 +69,7 @@ def sharded(settings: Trainer) -> bool:
     return settings.ranks > 1 or settings.dtype is not None or settings.offload
 
 
-def join(settings: Trainer, rank: int, store: "Store | None" = None) -> Ranks:
+def join(settings: Trainer, rank: int, store: Any = None) -> Ranks:
     """The ranks of a trainer with `settings`, of which this process is number `rank`; once in a process. All come to
     the `store` within trainer.collective_s."""
     if not sharded(settings):

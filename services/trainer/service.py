@@ -26,7 +26,7 @@ from async_rl.actor.service import Service
 from async_rl.config.modes import bounds
 from async_rl.config.schema import Config
 from async_rl.errors import AsyncRLError, DeadlineExceeded, InvariantError, PeerRefused, PublicationError
-from async_rl.models.load import load_tokenizer, trainable
+from async_rl.models.load import trainable
 from async_rl.protocol.buffer import (
     Begin,
     Begun,
@@ -35,7 +35,6 @@ from async_rl.protocol.buffer import (
     BufferRequest,
     Checkpointed,
     Close,
-    Cursor,
     DataCursor,
     DataEnded,
     Draw,
@@ -49,14 +48,14 @@ from async_rl.protocol.buffer import (
 from async_rl.protocol.control import ControlReply, ControlRequest, Stop
 from async_rl.protocol.weight_sync import Fence, WeightSyncReply, WeightSyncRequest
 from async_rl.services.trainer import lora
-from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.concerns import Concerns
 from async_rl.services.trainer.evaluation import Evaluations
 from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, step_record
+from async_rl.services.trainer.orders import Load, Save, Step
 from async_rl.services.trainer.placement import turns
-from async_rl.services.trainer.roles import Roles
-from async_rl.services.trainer.step import train_step
 from async_rl.services.trainer.summary import summary, write
+from async_rl.services.trainer.team import Team
+from async_rl.weights.order import Order, Outcome
 from async_rl.weights.relays import folder_of, relay_names
 from async_rl.weights.writer import Publisher
 
@@ -83,21 +82,29 @@ class TrainerService(Service):
         relays = {name: self._relay(name) for name in relay_names(self.config)}
         # One thread for all of torch's work: the number of torch threads is a thread's own setting.
         with ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (self.config.trainer.threads,)) as thread:
-            async with buffer, contextlib.AsyncExitStack() as entered:
-                for relay in relays.values():
-                    await entered.enter_async_context(relay)
-                await self._work(buffer, relays, thread)
+            self._thread, self._team = thread, Team(self.config, self.run.checkpoints, self.run.logs)
+            try:
+                async with buffer, contextlib.AsyncExitStack() as entered:
+                    for relay in relays.values():
+                        await entered.enter_async_context(relay)
+                    await self._work(buffer, relays)
+            except BaseException:
+                self._team.kill()
+                raise
+            await self._in_thread(self._team.close)
 
     def _relay(self, name: str) -> Remote:
         return self.remote("weight_sync", WeightSyncRequest, WeightSyncReply, name=lambda: name)
 
-    async def _work(self, buffer: Remote, relays: dict[str, Remote], thread: ThreadPoolExecutor) -> None:
-        config, self._thread = self.config, thread
+    async def _work(self, buffer: Remote, relays: dict[str, Remote]) -> None:
+        config, team = self.config, self._team
+        self._stage = "waiting for the ranks"
+        await self._in_thread(team.__enter__)
         self._stage = "loading the model"
-        self._checkpoints = Checkpoints(self.run.checkpoints, config.trainer.keep_checkpoints)
-        self._device = turns(config, self.run, lambda: getattr(self, "_roles", None), self._in_thread)
+        self._device = turns(config, self.run, lambda: team.work.loaded, self._in_thread)
         async with self._device.turn():
-            cursor = await self._in_thread(self._load)
+            await self._in_thread(lambda: team.do(Load(trainable(config.model, self.run.path / "policy"))))
+        self.version, cursor = team.work.version, team.work.cursor
         self._epoch = self.run.next_trainer_epoch()
         self._stage = "telling the others that it begins"
         await asyncio.gather(*(relay.ask(Fence(self._epoch)) for relay in relays.values()))
@@ -108,6 +115,9 @@ class TrainerService(Service):
             relays,
             config.weight_sync,
             epoch=self._epoch,
+            ranks=config.trainer.ranks,
+            everywhere=self._everywhere if config.trainer.ranks > 1 else None,
+            dtype=config.model.dtype if config.trainer.dtype and config.model.lora is None else None,
             folder=folder_of(config, self.run),
             peers=[address for name in relays if (address := self._address_of(name))],
         )
@@ -206,7 +216,7 @@ class TrainerService(Service):
     async def _step(self, drawn: Drawn, asked: float) -> None:
         async with self._device.turn():
             began = time.monotonic()
-            result = await self._in_thread(lambda: train_step(drawn, self._roles, self.config))
+            result = await self._in_thread(lambda: self._team.do(Step(drawn)))
             now = time.monotonic()
         record = step_record(
             drawn,
@@ -224,12 +234,15 @@ class TrainerService(Service):
 
     async def _publish(self, version: int) -> None:
         try:
-            model = self._roles.policy.model
+            model = self._team.work.roles.policy.model
             await self._publisher.publish(version, lora.published(model), lora.info(model))
             self._published = version
         except PublicationError as error:
             self._failed_publications += 1
             log.warning("version %d was not published, receivers stay on theirs: %s", version, error)
+
+    async def _everywhere(self, order: Order) -> list[Outcome]:
+        return await asyncio.to_thread(self._team.carry_out, order)
 
     async def _whenever_due(self, buffer: Remote, evaluations: Evaluations) -> None:
         """An evaluation and a checkpoint of this version, where the settings ask for them."""
@@ -247,10 +260,8 @@ class TrainerService(Service):
         if place is not None and place.cursor.version != self.version:
             raise InvariantError(f"the buffer is at version {place.cursor.version}, the trainer at {self.version}")
         cursor = None if place is None else place.cursor
-        path = await self._in_thread(
-            lambda: self._checkpoints.save(self._roles, self._tokenizer, self.config, self.version, cursor)
-        )
-        await self._ask(buffer, Checkpointed(self._checkpoints.versions[0], self._epoch))
+        path: Path = await self._in_thread(lambda: self._team.do(Save(self.version, cursor)))
+        await self._ask(buffer, Checkpointed(self._team.work.checkpoints.versions[0], self._epoch))
         return path
 
     async def _leave(self, buffer: Remote, evaluations: Evaluations) -> None:
@@ -303,18 +314,6 @@ class TrainerService(Service):
                 raise
             log.warning("no answer from the buffer: %s", error or "it is gone")
             return None
-
-    def _load(self) -> Cursor | None:
-        """The policy of the newest checkpoint, else the model that the run begins with; where the data stood."""
-        first = trainable(self.config.model, self.run.path / "policy")
-        resumed = self._checkpoints.resume(self.config, first)
-        if resumed is not None:
-            self._roles, self._tokenizer, self.version = resumed.roles, resumed.tokenizer, resumed.state.version
-            log.info("goes on from the checkpoint of version %d", self.version)
-            return resumed.state.cursor
-        self._roles = Roles.load(self.config, first)
-        self._tokenizer, self.version = load_tokenizer(first), 0
-        return None
 
     def _evaluated(self, report: EvaluationReport) -> None:
         record = EvaluationRecord.of(report, time.monotonic() - self._started)

@@ -11,7 +11,7 @@ import pytest
 RANK = """
 import dataclasses, json, sys
 sys.path.insert(0, sys.argv[4])
-import msgspec, torch
+import torch
 torch.set_num_threads(1)
 from trainer_material import configuration, random_samples, sample, tiny_llama, trajectory
 from async_rl.algorithms.aggregation import token_mean, weighted_sum
@@ -21,10 +21,12 @@ from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.ranks import join
 
 def sums(role):
-    return [float(p.detach().full_tensor().abs().sum()) if size > 1 else float(p.detach().abs().sum()) for p in role.model.parameters()]
+    parameters = [p.detach() for p in role.model.parameters()]
+    return [float((p.full_tensor() if hasattr(p, "full_tensor") else p).abs().sum()) for p in parameters]
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
-config = configuration(trainer={"learning_rate": 0.01, "ranks": size, "micro_batch_tokens": 24, **json.loads(sys.argv[5])})
+trainer = {"learning_rate": 0.01, "ranks": size, "micro_batch_tokens": 24, **json.loads(sys.argv[5])}
+config = configuration(trainer=trainer)
 ranks = join(config.trainer, rank, torch.distributed.FileStore(sys.argv[3], size))
 objective = Objective.of(config)
 both = [sample(trajectory([1], [2] * count)) for count in (2, 6)]
@@ -39,7 +41,7 @@ ahead = configuration(algorithm={
     "loss": {"kind": "clip_cov", "share": 0.2, "low": 0.0, "high": 9.0},
     "correction": {"weights": {"normalize": True}, "rejections": [{"kind": "m2po", "tau": 1.0}]},
     "kl": {"coefficient": 0.1},
-}, trainer=msgspec.to_builtins(config.trainer))
+}, trainer=trainer)
 other = Policy(tiny_llama(1), ahead, ranks)
 reference = Network(tiny_llama(2), ahead, ranks)
 for seed in range(3):
