@@ -80,21 +80,44 @@ def finish(processes):
             process.kill()
 
 
+LOOKED = ("loss", "norm", "tokens", "k3", "ratio", "weights", "rejected", "clipped", "reference_kl", "weight")
+
+
+def together(tmp_path, size, **trainer):
+    """What each of `size` ranks found."""
+    store = tmp_path / f"store-{size}-{len(list(tmp_path.iterdir()))}"
+    return finish([start(rank, size, store, **trainer) for rank in range(size)])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process finds, whose model is whole."""
+    (found,) = together(tmp_path_factory.mktemp("alone"), 1)
+    assert found["rejected"] and found["clipped"]
+    return found
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_make_the_update_that_one_makes(tmp_path, size):
+def test_ranks_make_the_update_that_one_makes(tmp_path, alone, size):
     """Field report 18: rank A two tokens of loss 1, rank B six of loss 0: 0.25 globally, not 0.5."""
-    first, *others = finish([start(rank, size, tmp_path / "store") for rank in range(size)])
-    (alone,) = finish([start(0, 1, tmp_path / "unused")])
-    assert alone["rejected"] and alone["clipped"]
+    first, *others = together(tmp_path, size)
     for other in others:
         assert first["mean"] == other["mean"] == 0.25
         assert first["weights"] == other["weights"] and first["other_weights"] == other["other_weights"]
-    looked = (
-        "rejected",
-        "clipped",
-        "reference_kl",
-        "weight",
-        "other_weights",
-    )  # what was decided over the whole update
-    for figure in ("loss", "norm", "tokens", "k3", "ratio", "weights", *looked):
+    for figure in (*LOOKED, "other_weights"):
         assert first[figure] == pytest.approx(alone[figure], abs=1e-9), figure
+
+
+@pytest.mark.parametrize(
+    ("size", "trainer"),
+    [
+        (1, {"recompute": True}),
+        (1, {"offload": True}),
+        (2, {"recompute": True, "offload": True}),
+        (2, {"recompute": True, "logits_bytes": 1}),
+    ],
+)
+def test_what_saves_memory_changes_no_figure(tmp_path, alone, size, trainer):
+    for found in together(tmp_path, size, **trainer):
+        for figure in (*LOOKED, "other_weights"):
+            assert found[figure] == pytest.approx(alone[figure], abs=1e-9), figure
