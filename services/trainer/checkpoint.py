@@ -113,10 +113,12 @@ class Checkpoints:
                 log.warning("%s cannot be read, an older checkpoint is taken: %s", aside, str(error).splitlines()[0])
         return None
 
-    def load(self, version: int, config: Config, first: Model) -> Resumed:
-        """Raises whatever a damaged file makes of it."""
+    def load(self, version: int, settings: Config, first: Model, config: Config | None = None) -> Resumed:
+        """Raises whatever a damaged file makes of it. settings: what it was made under. config: what it goes on under,
+        where that is another; the roles beside the policy begin anew under another algorithm."""
         path, state = self.path(version), self.state(version)
-        require_same_run(parse(state.config, str(path / "trainer" / "state.json")), config)
+        require_same_run(parse(state.config, str(path / "trainer" / "state.json")), settings)
+        config = settings if config is None else config
         model = msgspec.structs.replace(config.model, path=str(path))
         try:
             policy = Policy(lora.load(config, first, path), config)
@@ -127,8 +129,10 @@ class Checkpoints:
         if weights_checksum(policy.model) != state.weights:
             raise AsyncRLError("its weights are not those that were written")
         roles = Roles.around(policy, config, first)
-        roles.kl = state.kl
-        for name, role in roles.beside().items():
+        same = config.algorithm == settings.algorithm
+        if same:
+            roles.kl = state.kl
+        for name, role in roles.beside().items() if same else ():
             load_model(role.model, path / "trainer" / f"{name}.safetensors")
             role.go_on(state.progress[name], load_file(path / "trainer" / f"{name}_optimizer.safetensors"))
         tensors = load_file(path / "trainer" / "optimizer.safetensors")
