@@ -131,5 +131,6 @@ class Replay:
 
     def save(self) -> Path:
         """A checkpoint of this version."""
-        path: Path = self._team.do(Save(self.version, None))
-        return path
+        self._team.do(Save(self.version, None))
+        checkpoints = self._team.work.checkpoints
+        return checkpoints.finish() or checkpoints.path(self.version)

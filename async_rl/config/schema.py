@@ -170,6 +170,7 @@ class Trainer(Table, frozen=True):
     max_nonfinite: Positive = 3  # skipped updates in a row that end the run
     checkpoint_every: NonNegative = 0  # steps; 0: only the last
     keep_checkpoints: Positive = 2
+    checkpoint_s: Seconds = 1800.0  # until a checkpoint, which is written while training goes on, must be whole
     router_replay: bool = False  # a mixture of experts is trained through the experts that the sampler chose
     dtype: Dtype | None = None  # of what the optimizer updates; None: model.dtype, which it computes in
     recompute: bool = False  # activations are made again in the backward pass: less memory, a third more work

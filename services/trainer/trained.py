@@ -150,7 +150,7 @@ class Trained(Network):
         parameters = dict(self.model.named_parameters())
         for name, value in tensors.items():
             owner, _, what = name.rpartition("/")
-            self._optimizer.state[parameters[owner]][what] = value.to(parameters[owner].device)
+            self._optimizer.state[parameters[owner]][what] = value.to(local(parameters[owner]).device)
 
 
 def _some(logits: Tensor) -> tuple[Tensor]:
@@ -162,12 +162,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full(tensor: Tensor) -> Tensor:
+    """All of `tensor`; where ranks have parts of it, all of them ask at once."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def weights_checksum(model: Any) -> str:
-    """xxh3_64 over the name and the bytes of every tensor: equal for bit-equal weights alone."""
+    """xxh3_64 over the name and the bytes of every tensor: equal for bit-equal weights alone, however they are spread
+    over ranks, which ask at once."""
     digest = xxhash.xxh3_64()
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(full(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())
 
 
