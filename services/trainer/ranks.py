@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 dist: Any = torch.distributed  # whose stubs leave out what is used here
 DATA, SEQUENCE = "data", "sequence"
-BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 @dataclass(frozen=True)
