@@ -97,10 +97,11 @@ def alone(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_make_the_update_that_one_makes(tmp_path, alone, size):
-    """Field report 18: rank A two tokens of loss 1, rank B six of loss 0: 0.25 globally, not 0.5."""
-    first, *others = together(tmp_path, size)
+@pytest.mark.parametrize(("size", "sequence"), [(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
+def test_ranks_make_the_update_that_one_makes(tmp_path, alone, size, sequence):
+    """Field report 18: rank A two tokens of loss 1, rank B six of loss 0: 0.25 globally, not 0.5. Ranks that
+    share sequences do not count them twice."""
+    first, *others = together(tmp_path, size, sequence_parallel=sequence)
     for other in others:
         assert first["mean"] == other["mean"] == 0.25
         assert first["weights"] == other["weights"] and first["other_weights"] == other["other_weights"]
@@ -115,6 +116,7 @@ def test_ranks_make_the_update_that_one_makes(tmp_path, alone, size):
         (1, {"offload": True}),
         (2, {"recompute": True, "offload": True}),
         (2, {"recompute": True, "logits_bytes": 1}),
+        (2, {"recompute": True, "logits_bytes": 1, "sequence_parallel": 2}),
     ],
 )
 def test_what_saves_memory_changes_no_figure(tmp_path, alone, size, trainer):
