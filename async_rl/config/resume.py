@@ -19,6 +19,7 @@ FREE = (
     "trainer.offload",
     "trainer.ranks",
     "trainer.sequence_parallel",
+    "trainer.tensor_parallel",
     "trainer.local_ranks",
     "trainer.rendezvous",
     "trainer.collective_s",

@@ -177,6 +177,7 @@ class Trainer(Table, frozen=True):
     offload: bool = False  # weights and optimizer in the host's memory, on the device for their layer's turn alone
     ranks: Positive = 1  # processes that share the weights and the batch (FSDP2)
     sequence_parallel: Positive = 1  # ranks that share each sequence, each with a part of the heads (Ulysses)
+    tensor_parallel: Positive = 1  # ranks that share each matrix of a layer, by the plan of transformers
     local_ranks: Positive | None = None  # the first so many, started here; others: `serve trainer --rank`. None: all
     rendezvous: str = ""  # host:port where the ranks meet; empty: a free port of this host
     collective_s: Seconds = 120.0  # until all ranks must have come to an exchange

@@ -32,7 +32,8 @@ class Network:
         self._temperature = config.sampling.temperature
         self._capacity = config.trainer.micro_batch_tokens
         self._logits_bytes = config.trainer.logits_bytes
-        share_prompts(model, getattr(torch, config.model.dtype), self._ranks.sequence)
+        dtype, cut = getattr(torch, config.model.dtype), config.trainer.tensor_parallel
+        share_prompts(model, dtype, self._ranks.sequence, cut)
         prepare(model, config, self._ranks)
         self.device = computing_device(model, self._ranks)
 

@@ -52,10 +52,11 @@ def part_of(pack: Pack, rank: int, ranks: int) -> Part:
     )
 
 
-def require_heads(model: Any, ranks: int) -> None:
-    """UserError where the heads of `model` cannot be shared by so many."""
+def require_heads(model: Any, ranks: int, cut: int = 1) -> None:
+    """UserError where the heads of `model`, of which a rank has one in `cut`, cannot be shared by so many."""
     config = model.config.get_text_config()
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads) // cut
+    heads = config.num_attention_heads // cut
     able = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     if ranks not in able:
         raise UserError(

@@ -15,14 +15,15 @@ from async_rl.models.attention import use_packed_attention
 from async_rl.services.trainer.sequence import require_heads, to_heads, to_tokens
 
 
-def share_prompts(model: Any, dtype: torch.dtype, group: Any = None) -> None:
+def share_prompts(model: Any, dtype: torch.dtype, group: Any = None, cut: int = 1) -> None:
     """Set `model`, which computes in `dtype`, to attention that takes `expand` and `collapse` (packing.Pack) beside
-    `cu_seq_lens`. group: of the ranks that share each row. UserError where the heads cannot be shared so."""
+    `cu_seq_lens`. group: of the ranks that share each row, each with one in `cut` of the heads at first.
+    UserError where they cannot be shared so."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if group is not None:
-        require_heads(model, group.size())
+        require_heads(model, group.size(), cut)
     chosen = use_packed_attention(model, dtype)
     attend = ALL_ATTENTION_FUNCTIONS[chosen]
 
