@@ -4,13 +4,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from async_rl.actor.process import PARENT, die_with_parent
 from async_rl.actor.service import Service, run_service
 from async_rl.cli.resume import keep_config
 from async_rl.config import Config, load
 from async_rl.config.ranks import first_remote, rank_problems
-from async_rl.errors import ConfigError, RankLost, UserError
+from async_rl.errors import ConfigError, UserError
 from async_rl.rundir import RunDir
 from async_rl.weights.relays import relay_names
 
@@ -47,10 +48,12 @@ def serve_rank(config: Config, service: str, rank: int) -> int:
     from async_rl.services.trainer.follower import follow
 
     host, _, port = config.trainer.rendezvous.rpartition(":")
-    status = follow(host, int(port), rank, config, config.services.connect_s)
-    if status == RankLost.exit_status:  # torch's groups cannot be made anew in the same process
+
+    def again() -> NoReturn:
+        """With the leading rank that comes next: torch's groups cannot be made anew in the same process."""
         os.execv(sys.executable, [sys.executable, "-m", "async_rl.cli.main", *sys.argv[1:]])
-    return status
+
+    return follow(host, int(port), rank, again, config, config.services.connect_s)
 
 
 def service_name(config: Config, service: str, index: int) -> str:

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from async_rl.errors import AsyncRLError
-from async_rl.services.trainer.ranks import Ranks
+from async_rl.errors import AsyncRLError, RankLost
+from async_rl.services.trainer.ranks import Ranks, exchange_failed
 from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.trained import Progress, Trained, full
 
@@ -55,12 +55,15 @@ def capture(roles: Roles, tensors: dict[str, Tensor], weights: str, ranks: Ranks
 
 
 def write(parts: dict[str, Tensor], folder: Path, group: Any) -> None:
-    """On every rank at once. group: of their own; None for one rank. AsyncRLError where one could not write."""
+    """On every rank at once. group: of their own; None for one rank. AsyncRLError where one could not write, RankLost
+    where one is gone."""
     writer = FileSystemWriter(folder, sync_files=True)
     try:
         with _without_advice():
             save(parts, storage_writer=writer, process_group=group, no_dist=group is None)
     except (CheckpointException, RuntimeError, OSError) as error:
+        if exchange_failed(_cause(error)):
+            raise RankLost(f"an exchange between the ranks failed: {_reason(error)}") from None
         raise AsyncRLError(f"{folder}: {_reason(error)}") from None
 
 
@@ -141,9 +144,12 @@ def _checksum(path: Path) -> str:
     return str(digest.hexdigest())
 
 
-def _reason(error: BaseException) -> str:
+def _cause(error: BaseException) -> BaseException:
     """The first failure of a rank."""
     failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _reason(error: BaseException) -> str:
+    cause = _cause(error)
+    return str(cause).splitlines()[0] if str(cause) else type(cause).__name__

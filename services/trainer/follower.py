@@ -4,14 +4,16 @@ python -m async_rl.services.trainer.follower HOST PORT RANK     (the leading ran
 async-rl serve trainer RUN.toml --rank RANK                     (on another host)
 """
 
+import itertools
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -24,30 +26,40 @@ from async_rl.config.resume import differences
 from async_rl.config.schema import Config
 from async_rl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RankLost
 from async_rl.services.trainer.orders import CarryOut, Leave, Orders
-from async_rl.services.trainer.ranks import join
-from async_rl.services.trainer.team import Failed, Told, answer, beat, exchange_failed, failed, here, on_loopback
+from async_rl.services.trainer.ranks import exchange_failed, join
+from async_rl.services.trainer.team import SAME_S, Failed, Told, answer, beat, failed, here, on_loopback
 from async_rl.services.trainer.work import Work
 
 dist: Any = torch.distributed  # whose stubs leave out what is used here
 BEAT_S = 1.0
+Lost = Callable[[], NoReturn]
 log = logging.getLogger(__name__)
 
 
-def follow(host: str, port: int, rank: int, own: Config | None = None, connect_s: float = 60.0) -> int:
-    """The exit status: 0 when it was told to leave, that of RankLost when the leading rank is gone.
+def follow(host: str, port: int, rank: int, lost: Lost, own: Config | None = None, connect_s: float = 60.0) -> int:
+    """The exit status when it was told to leave or has failed. Where the leading rank is gone, `lost` ends the process.
 
     own: the settings of this host, which must be those of the leading rank. connect_s: until that is there.
     """
     name = f"trainer-{rank}"
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+
+    def gone(reason: object) -> NoReturn:
+        log.error("%s: error: the leading rank is gone: %s", name, str(reason).splitlines()[0])
+        logging.shutdown()
+        lost()
+
     try:
-        store = _store(host, port, connect_s)
-        return _follow(store, rank, own, on_loopback_host=host)
+        return _follow(_store(host, port, connect_s), host, rank, own, gone)
     except dist.DistNetworkError as error:
-        log.error("%s: error: the leading rank is gone: %s", name, str(error).splitlines()[0])
-        return RankLost.exit_status
+        gone(error)
     except BaseException as error:
         return report_end(name, error)
+
+
+def end() -> NoReturn:
+    """Whoever started this process starts another one."""
+    os._exit(RankLost.exit_status)
 
 
 def _store(host: str, port: int, connect_s: float) -> Any:
@@ -58,7 +70,7 @@ def _store(host: str, port: int, connect_s: float) -> Any:
         raise DeadlineExceeded(what, connect_s, "services.connect_s") from None
 
 
-def _follow(store: Any, rank: int, own: Config | None, *, on_loopback_host: str) -> int:
+def _follow(store: Any, host: str, rank: int, own: Config | None, gone: Callable[[object], NoReturn]) -> int:
     told = msgspec.json.decode(store.get("told"), type=Told)
     config = parse(told.config)
     if own is not None:
@@ -66,10 +78,10 @@ def _follow(store: Any, rank: int, own: Config | None, *, on_loopback_host: str)
             raise ConfigError(f"{difference} with the leading rank: all ranks take the same file")
     store.set(here(rank), str(os.getpid()))
     torch.set_num_threads(config.trainer.threads)
-    on_loopback(on_loopback_host)
+    on_loopback(host)
     ranks = join(config.trainer, rank, dist.PrefixStore("world/", store))
     log.info("rank %d of %d, pid %d", rank, ranks.size, os.getpid())
-    threading.Thread(target=_live, args=(store.clone(), rank), name="sign of life", daemon=True).start()
+    threading.Thread(target=_live, args=(store.clone(), rank, gone), name="sign of life", daemon=True).start()
     work, orders = Work(config, ranks, Path(told.checkpoints)), Orders(store)
     while True:
         order = orders.take()
@@ -81,7 +93,9 @@ def _follow(store: Any, rank: int, own: Config | None, *, on_loopback_host: str)
             end = Failed(rank, status, " ".join(str(error).split()))
             store.set(failed(rank), msgspec.json.encode(end).decode())
             log.error("rank %d failed", rank, exc_info=error)
-            time.sleep(config.trainer.collective_s)
+            time.sleep(2 * SAME_S)  # by then the leading rank has ended, and this one with it
+            if isinstance(cause, RankLost):
+                gone(cause)
             return status
         if isinstance(order, CarryOut):
             store.set(answer(orders.given - 1, rank), msgspec.json.encode(found).decode())
@@ -90,20 +104,16 @@ def _follow(store: Any, rank: int, own: Config | None, *, on_loopback_host: str)
             return 0
 
 
-def _live(store: Any, rank: int) -> None:
-    """A sign of life again and again; without anybody to give it to, this process ends."""
-    count = 0
-    while True:
+def _live(store: Any, rank: int, gone: Callable[[object], NoReturn]) -> None:
+    """A sign of life again and again."""
+    for count in itertools.count():
         try:
             store.set(beat(rank), str(count))
-        except dist.DistError:
-            log.error("trainer-%d: error: the leading rank is gone", rank)
-            logging.shutdown()
-            os._exit(RankLost.exit_status)
-        count += 1
+        except dist.DistError as error:
+            gone(error)
         time.sleep(BEAT_S)
 
 
 if __name__ == "__main__":
     die_with_parent(os.environ.get(PARENT))
-    sys.exit(follow(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(follow(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), end))

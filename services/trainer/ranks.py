@@ -99,3 +99,8 @@ def join(settings: Trainer, rank: int, store: Any = None) -> Ranks:
     inner = settings.sequence_parallel, settings.tensor_parallel
     shape, names = (settings.ranks // (inner[0] * inner[1]), *inner), (DATA, SEQUENCE, TENSOR)
     return Ranks(rank, settings.ranks, dist.init_device_mesh(device.type, shape, mesh_dim_names=names))
+
+
+def exchange_failed(error: BaseException) -> bool:
+    """Whether torch says so, which another rank is the cause of."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +28,7 @@ from async_rl.config.ranks import first_remote
 from async_rl.config.schema import Config
 from async_rl.errors import AsyncRLError, DeadlineExceeded, PublicationError, RankLost
 from async_rl.services.trainer.orders import CarryOut, Leave, Orders, ToDo
-from async_rl.services.trainer.ranks import Ranks, join
+from async_rl.services.trainer.ranks import Ranks, exchange_failed, join
 from async_rl.services.trainer.work import Work
 from async_rl.weights.links import Hub
 from async_rl.weights.order import Order, Outcome
@@ -105,21 +106,16 @@ class Team:
         """Have every rank do it; what this one found."""
         if self._store is None:
             return self.work.do(order)
-        try:
+        with _with_others():
             with self._giving:
                 self._orders.give(order)
             return self.work.do(order)
-        except RuntimeError as error:
-            if not exchange_failed(error):
-                raise
-            time.sleep(SAME_S)  # for the watching thread to say which rank it was, and end this process
-            raise RankLost(f"an exchange between the ranks failed: {error}") from None
 
     def carry_out(self, order: Order) -> list[Outcome]:
         """A publication's order, on every rank of several; in any thread. PublicationError where one does not tell of
         it within weight_sync.publish_s."""
         assert self._store is not None
-        with self._giving:
+        with _with_others(), self._giving:
             number = self._orders.give(CarryOut(order))
         publish_s = self._config.weight_sync.publish_s
         until = time.monotonic() + publish_s
@@ -216,6 +212,18 @@ class Team:
         os._exit(status)
 
 
+@contextlib.contextmanager
+def _with_others() -> Iterator[None]:
+    """RankLost where an exchange with them failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not exchange_failed(error):
+            raise
+        time.sleep(SAME_S)  # for the watching thread to say which rank it was, and end this process
+        raise RankLost(f"an exchange between the ranks failed: {error}") from None
+
+
 class Pulses:
     """When each rank was heard last. limit_s: of silence."""
 
@@ -230,11 +238,6 @@ class Pulses:
             self._heard[rank] = (beat, now)
         elif now - since > self._limit_s:
             raise DeadlineExceeded(f"a sign of life of rank {rank}", self._limit_s, "trainer.collective_s")
-
-
-def exchange_failed(error: BaseException) -> bool:
-    """Whether torch says so, which another rank is the cause of."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def on_loopback(host: str) -> None:
