@@ -170,9 +170,7 @@ class Trainer(Table, frozen=True):
     checkpoint_every: NonNegative = 0  # steps; 0: only the last
     keep_checkpoints: Positive = 2
     ranks: Positive = 1  # processes that share the weights and the batch (FSDP2)
-    local_ranks: Positive | None = (
-        None  # the first so many, started here; the others: `serve trainer --rank`. None: all
-    )
+    local_ranks: Positive | None = None  # the first so many, started here; the others: `serve trainer --rank`. None: all
     rendezvous: str = ""  # host:port where the ranks meet; empty: a free loopback port
     sequence_parallel: Positive = 1  # ranks that share each sequence, each with a part of the heads (Ulysses)
     tensor_parallel: Positive = 1  # ranks that share each matrix, where the model has a plan for it

@@ -8,4 +8,4 @@ SCHEMA goes into every greeting; peers of another schema are refused with both n
 change to a message.
 """
 
-SCHEMA = 1
+SCHEMA = 2

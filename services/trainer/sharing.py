@@ -31,6 +31,7 @@ def share_prompts(model: Any) -> None:
         collapse: Tensor,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        arguments.pop("routing", None)  # where no router beside it has heard it
         q, k, v = (states.index_select(2, expand) for states in (query, key, value))
         output, weights = attend(module, q, k, v, attention_mask, **arguments)
         return output.index_select(1, collapse), weights
