@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ import msgspec
 from async_rl.config.schema import Model, Sampling
 from async_rl.config.schema import VLLMEngine as Settings
 from async_rl.errors import EngineDied, EngineFault, PublicationError, UserError
-from async_rl.protocol.weight_sync import Manifest
+from async_rl.models.folder import stored_shapes
+from async_rl.protocol.weight_sync import TensorEntry
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
+from async_rl.services.rollout.experts import entries_as_stored
 from async_rl.trajectory import StopReason
 
 EXTENSION = "async_rl.services.rollout.vllm_worker.SlotReader"
@@ -197,10 +199,11 @@ class VLLMEngine:
         return int(self._engine.get_num_unfinished_requests())
 
     async def _apply(self, weights: Weights) -> None:
-        misfit = unfit(weights.manifest, self._expected)
+        entries = entries_as_stored(weights.manifest.tensors, self._expected)
+        misfit = unfit(entries, self._expected)
         if misfit is not None:
             raise PublicationError(f"version {weights.version} of the weights: {misfit}")
-        tensors = msgspec.to_builtins(weights.manifest.tensors)
+        tensors = msgspec.to_builtins(entries)
         await self._alive(self._engine.collective_rpc("load_slot", args=(weights.path, tensors)))
 
     async def _alive(self, call: Any) -> None:
@@ -227,24 +230,13 @@ class VLLMEngine:
         return cut_by(tokens, sampling)
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor in the folder's safetensors files, read from their headers."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    return shapes
-
-
-def unfit(manifest: Manifest, expected: Mapping[str, tuple[int, ...]]) -> str | None:
+def unfit(tensors: Iterable[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> str | None:
     """Why these weights are not those of the model whose stored tensors are `expected`; None where they are.
 
     vLLM loads what it is given and keeps the rest, so what is missing must be found before.
     """
     seen: set[str] = set()
-    for entry in manifest.tensors:
+    for entry in tensors:
         names = {entry.name, *entry.aliases} & expected.keys()
         if not names:
             return f"the model has no {entry.name}"

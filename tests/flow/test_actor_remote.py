@@ -12,6 +12,7 @@ from async_rl.actor import wire
 from async_rl.actor.mailbox import Mailbox
 from async_rl.actor.remote import MISSED_HEARTBEATS, Remote
 from async_rl.errors import DeadlineExceeded, PeerRefused
+from async_rl.protocol import SCHEMA
 from async_rl.protocol.buffer import BufferReply, BufferRequest, FinishGenerate, LeaseId, LeaseReply, Sampled, Started
 from async_rl.protocol.weight_sync import NoNewer, Release, Released
 from async_rl.trajectory import Trajectory
@@ -125,7 +126,7 @@ def test_another_schema_is_refused_at_once_and_for_good(monkeypatch):
     async def main():
         async with serving() as box, remote(lambda: box.address) as peer:
             for _ in range(2):
-                with pytest.raises(PeerRefused, match=r"message schema 1, test speaks 99"):
+                with pytest.raises(PeerRefused, match=rf"message schema {SCHEMA}, test speaks 99"):
                     await peer.ask(fetch())
 
     run(main())
