@@ -185,5 +185,5 @@ def test_an_engine_of_a_model_without_experts_refuses_to_keep_routing():
 
 def test_a_worker_whose_engine_does_not_tell_its_experts_refuses_to_start():
     config = configuration(trainer={"router_replay": True}, rollout={"engine": {"kind": "fake"}})
-    with pytest.raises(ConfigError, match="trainer.router_replay = true: engine 'fake' does not say which experts"):
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay = true: engine 'fake' does not say which experts"):
         asyncio.run(build(config))
