@@ -8,15 +8,14 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from async_rl.buffers import store
 from async_rl.buffers.journal.archive import Archive
 from async_rl.config import Config, bounds
 from async_rl.errors import AsyncRLError, JournalDamaged, UserError
-from async_rl.models.load import load_policy, load_tokenizer, trainable
+from async_rl.models.load import load_tokenizer, trainable
 from async_rl.protocol.buffer import Drawn
 from async_rl.rundir import RunDir
+from async_rl.services.trainer import lora
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.metrics import MetricsFile, StepRecord, step_record
 from async_rl.services.trainer.policy import Policy
@@ -85,8 +84,7 @@ def start(run: RunDir, settings: Config, config: Config, begin: int, out: Path) 
     path = checkpoints.path(version)
     roles, tokenizer, _ = checkpoints.load(version, settings, first)
     if config != settings:  # the same weights and optimizer, under other settings; other roles begin anew
-        model = msgspec.structs.replace(config.model, path=str(path))
-        policy = Policy(load_policy(model, device=config.trainer.device), config)
+        policy = Policy(lora.load(config, first, path), config)
         policy.go_on(roles.policy.progress, roles.policy.optimizer_tensors())
         roles = Roles.around(policy, config, first)
     return Start(version, str(path), roles, tokenizer)

@@ -6,9 +6,11 @@ summary.json          the end of it, format 1
 logs/SERVICE.log
 journal/00000001.log  what happened to the buffer, and the trajectories; further ones as they fill up
 checkpoints/step-00000040/   a model folder that transformers loads
-services/SERVICE.json        address and pid of a running service
+services/SERVICE.json        address, pid and host of a running service
 services/SERVICE.lock        held while it runs; its pid
+services/device-HOST-DEVICE.lock   held by who has the device that trainer and engines share
 trainer.epoch                how often a trainer was started: older ones are refused
+weights/                     the newest version, with the transport "disk"
 replay/1/                    what a replay of it made
 previous/1/                  what an earlier run of the same name left
 """
@@ -17,6 +19,7 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -96,13 +99,16 @@ class RunDir:
             if self.complete and not any(self.running(service) for service in ("trainer", "buffer")):
                 self.set_aside_previous()
 
+    def device_lock(self, device: str) -> Path:
+        return self._services / f"device-{device}.lock"
+
     def next_replay(self) -> Path:
         """A new folder replay/N."""
         return _next_number(self.path / "replay")
 
     def announce(self, service: str, address: str) -> None:
         """Tell the other services of this run where `service` is."""
-        record = {"address": address, "pid": os.getpid()}
+        record = {"address": address, "pid": os.getpid(), "host": here()}
         write_atomically(self._services / f"{service}.json", json.dumps(record))
 
     def withdraw(self, service: str) -> None:
@@ -114,6 +120,11 @@ class RunDir:
         """Where `service` said it is; None where nobody has."""
         address = self._record(service).get("address")
         return address if isinstance(address, str) else None
+
+    def host(self, service: str) -> str | None:
+        """The host that `service` runs on; None where nobody has announced it."""
+        host = self._record(service).get("host")
+        return host if isinstance(host, str) else None
 
     def pid(self, service: str) -> int | None:
         pid = self._record(service).get("pid")
@@ -151,6 +162,11 @@ class RunDir:
         except (OSError, ValueError):
             return {}
         return record if isinstance(record, dict) else {}
+
+
+def here() -> str:
+    """The name of this host."""
+    return socket.gethostname()
 
 
 def _has_content(path: Path) -> bool:

@@ -106,7 +106,7 @@ async def train(config: Config, steps: int, train_s: float) -> dict[str, Any]:
     ):
         await relay.ask(weight_sync.Fence(1))
         await buffer.ask(messages.Begin(1, 0))
-        publisher = Publisher(relay, epoch=1, bucket_bytes=2**20, publish_s=30.0)
+        publisher = Publisher({"weight_sync": relay}, config.weight_sync, epoch=1)
         began = time.monotonic()
         await publisher.publish(0, model)
         for step in range(steps):

@@ -4,14 +4,16 @@ from async_rl.buffers.core import Core
 from async_rl.buffers.for_trainer import Waiting
 from async_rl.buffers.group import Group
 from async_rl.buffers.roster import total
-from async_rl.protocol.buffer import BufferReport, LeaseId
+from async_rl.protocol.buffer import BufferReport, LeaseId, Stage
 
+KINDS: dict[Stage, str] = {"generate": "rollout", "score": "reward"}
 ROWS = 50
 """Groups shown in a table, the oldest first."""
 
 
 def buffer_report(core: Core, now: float) -> BufferReport:
     state, workers = core.state, core.roster.workers
+    left = {f"{KINDS[stage]} workers that left": stats for stage, stats in core.roster.left.items()}
     gone = state.trained + sum(state.dropped.values()) + sum(state.failed.values())
     return BufferReport(
         version=state.version,
@@ -24,7 +26,7 @@ def buffer_report(core: Core, now: float) -> BufferReport:
         conserved=state.admitted == gone + state.held,
         lapsed=state.lapsed,
         tokens=state.tokens,
-        workers={name: total(worker) for name, worker in workers.items()},
+        workers={name: total(worker) for name, worker in workers.items()} | left,
         worker_versions={name: worker.version for name, worker in workers.items() if worker.stage == "generate"},
         oldest_lease=oldest_lease(core, now),
         ended=state.closed is not None or state.broken is not None,

@@ -9,6 +9,9 @@ from msgspec import Struct, field
 from async_rl.errors import AsyncRLError
 from async_rl.protocol.buffer import LeaseId, Stage, WorkerStats
 
+TERMS = 20
+"""Terms of silence after which a worker is gone for good. One that comes back all the same is counted anew."""
+
 
 class Worker(Struct):
     incarnation: str
@@ -31,6 +34,7 @@ class Roster:
 
     def __init__(self, lease_s: float, lease_max_s: float) -> None:
         self.workers: dict[str, Worker] = {}
+        self.left: dict[Stage, WorkerStats] = {}  # what those did who are gone, added up
         self._terms: dict[LeaseId, Term] = {}
         self._lease_s, self._lease_max_s = lease_s, lease_max_s
         self._sharers = 0  # counted now and then: with a thousand workers that is most of a grant
@@ -48,7 +52,7 @@ class Roster:
         anew = incarnation != worker.incarnation
         if anew:
             worker.replaced.add(worker.incarnation)
-            worker.before, worker.stats = total(worker), WorkerStats()
+            worker.before, worker.stats = plus(worker.before, worker.stats), WorkerStats()
             worker.incarnation, worker.told = incarnation, False
         worker.stage, worker.version, worker.seen = stage, version, now
         return anew
@@ -63,6 +67,26 @@ class Roster:
         worker = self.workers.get(name)
         if worker is not None and worker.incarnation == incarnation:
             worker.stats = stats
+
+    def leave(self, name: str, incarnation: str) -> list[str]:
+        """A worker goes; its name, unless another incarnation has it."""
+        worker = self.workers.get(name)
+        if worker is None or worker.incarnation != incarnation:
+            return []
+        self._drop([name])
+        return [name]
+
+    def gone(self, now: float) -> list[str]:
+        """Workers silent for so long that nobody waits for them; forgets them."""
+        silent = [name for name, w in self.workers.items() if now - w.seen > TERMS * self._lease_s]
+        self._drop(silent)
+        return silent
+
+    def _drop(self, names: list[str]) -> None:
+        for name in names:
+            worker = self.workers.pop(name)
+            self.left[worker.stage] = plus(self.left.get(worker.stage, WorkerStats()), total(worker))
+            self._counted = -math.inf
 
     def tell_ended(self, name: str) -> None:
         if name in self.workers:
@@ -108,7 +132,10 @@ class Roster:
 
 def total(worker: Worker) -> WorkerStats:
     """The counts of all incarnations of a worker."""
-    old, new = worker.before, worker.stats
+    return plus(worker.before, worker.stats)
+
+
+def plus(old: WorkerStats, new: WorkerStats) -> WorkerStats:
     return WorkerStats(
         up_s=old.up_s + new.up_s,
         busy_s=old.busy_s + new.busy_s,

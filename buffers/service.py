@@ -9,7 +9,7 @@ to go on; that error is told to the trainer, too.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -155,7 +155,13 @@ class BufferService(Service):
             await asyncio.sleep(min(1.0, self.config.services.lease_s / TICKS))
             for lease in self._machine.workers.lapse(time.monotonic()):
                 log.warning("%s: %s of group %d lapsed", self.name, lease.stage, lease.group)
+            self._forget(self._machine.roster.gone(time.monotonic()))
             await self._settle()
+
+    def _forget(self, workers: Iterable[str]) -> None:
+        for worker in workers:
+            self._asking.pop(worker, None)
+            self._others.wake_all()  # the end may have waited for it
 
     async def _settle(self) -> None:
         """Make what happened durable and wake who waits for a change."""
@@ -231,6 +237,10 @@ class BufferService(Service):
             case messages.Extend(worker, incarnation, leases, stats):
                 revoked = workers.extend(worker, incarnation, leases, stats, now)
                 return messages.Extended(revoked, self._tell_ended(worker))
+            case messages.Leave(worker, incarnation):
+                log.info("%s: %s leaves", self.name, worker)
+                self._forget(self._machine.roster.leave(worker, incarnation))
+                return Done()
             case messages.Started(worker, incarnation, lease, version):
                 return workers.started(worker, incarnation, lease, version, now)
             case messages.FinishGenerate(worker, incarnation, results):

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,12 +68,22 @@ class Service(ABC):
         assert self._mailbox is not None
         return self._mailbox.incarnation
 
-    def remote(self, service: str, requests: Any, replies: Any) -> Remote:
-        """A connection to another service of this run, wherever it announces itself."""
+    def remote(
+        self, service: str, requests: Any, replies: Any, *, name: Callable[[], str | None] | None = None
+    ) -> Remote:
+        """A connection to another service of this run, wherever it announces itself.
+
+        name: which of several of its kind; None while that is not known.
+        """
         times = self.config.services
+
+        def address() -> str | None:
+            chosen = service if name is None else name()
+            return None if chosen is None else self._address_of(chosen)
+
         return Remote(
             service,
-            lambda: self._address_of(service),
+            address,
             requests,
             replies,
             sender=self.name,

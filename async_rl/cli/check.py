@@ -1,5 +1,6 @@
 """`async-rl check RUN.toml`: everything that can be known to be wrong before anything starts."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -16,10 +17,14 @@ from async_rl.config.algorithms import CustomAdvantage, CustomLoss
 from async_rl.config.consistency import algorithm_problems
 from async_rl.config.memory import Estimate, estimate, readable
 from async_rl.config.modes import correction
+from async_rl.config.placement import placement_problems
+from async_rl.config.ranks import rank_problems
 from async_rl.config.schema import CustomGrader
+from async_rl.config.weight_sync import weight_sync_problems
 from async_rl.data import check as check_data
 from async_rl.errors import UserError, nearest
-from async_rl.models import prepare
+from async_rl.models import lora, prepare
+from async_rl.models.load import without_weights
 from async_rl.user_code import load as load_function
 
 PROXIMAL = {
@@ -81,8 +86,19 @@ def _algorithm_in_words(config: Config) -> str:
 def problems(config: Config) -> Iterator[str]:
     """One line each, the most basic first, each once."""
     said: set[str] = set()
-    basic = (_staleness, batch_problems, _algorithm, _groups, engine_problems, environment_problems, _data, _model)
-    for step in (*basic, _grader, _addresses, _memory):
+    basic = (_staleness, batch_problems, placement_problems, rank_problems, _algorithm, _groups, engine_problems)
+    for step in (
+        *basic,
+        environment_problems,
+        _data,
+        _model,
+        _lora,
+        _grader,
+        _addresses,
+        weight_sync_problems,
+        _device,
+        _memory,
+    ):
         try:
             found = list(step(config))
         except UserError as error:
@@ -138,6 +154,20 @@ def _model(config: Config) -> Iterator[str]:
             )
 
 
+def _lora(config: Config) -> Iterator[str]:
+    settings, path = config.model.lora, Path(config.model.path)
+    if settings is None:
+        return
+    lora.require_peft("model.lora")
+    problem = lora.engine_problem(config)
+    if problem is not None:
+        yield problem
+    if lora.is_adapter(path):
+        yield f"model.path = '{path}' is an adapter, and model.lora needs a whole model: `async-rl export` makes one"
+    elif (path / "config.json").is_file():
+        lora.targets(settings, lora.linear_layers(without_weights(path)))
+
+
 def _data(config: Config) -> Iterator[str]:
     check_data(config.data)
     yield from ()
@@ -184,6 +214,20 @@ def _port_problem(address: str) -> str | None:
     return None
 
 
+def _device(config: Config) -> Iterator[str]:
+    """A device that this machine cannot give to the relay."""
+    settings = config.weight_sync
+    kind = settings.device.partition(":")[0]
+    if settings.transport != "collective" or kind not in ("cuda", "npu"):
+        return
+    import torch
+
+    if kind == "cuda" and not torch.cuda.is_available():
+        yield f"weight_sync.device = '{settings.device}': torch finds no CUDA device here; 'cpu' is gloo"
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+        yield f"weight_sync.device = '{settings.device}': torch_npu is not installed; 'cpu' is gloo"
+
+
 def _memory(config: Config) -> Iterator[str]:
     folder = Path(config.weight_sync.directory)
     if not folder.is_dir():
@@ -197,6 +241,8 @@ def _memory(config: Config) -> Iterator[str]:
         yield (
             f"weight_sync.directory = '{folder}' has {readable(room)} free, and "
             f"weight_sync.slots = {config.weight_sync.slots} copies of the model take {readable(memory.slots)}"
+            + f" with weight_sync.relays = {config.weight_sync.relays}"
+            * (config.weight_sync.relays > 1)
         )
     total = Estimate.machine_bytes()
     if total and memory.total > total:

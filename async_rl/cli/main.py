@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="one service of a run")
     serve.add_argument("service", choices=SERVICES)
     _run_arguments(serve)
-    serve.add_argument("--index", type=int, default=0, help="which rollout or reward service this is, from 0")
+    serve.add_argument("--index", type=int, default=0, help="which of several services of its kind this is, from 0")
+    serve.add_argument("--rank", type=int, default=0, help="of a trainer over several hosts: which one this is, from 0")
     serve.set_defaults(command=_serve)
 
     _on_run(commands, "check", "validate a configuration without starting anything", _check)
@@ -67,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument("--steps", type=int, help="at most so many; default: all that were made")
     replay.add_argument("--out", metavar="DIR", help="default: replay/N/ in the run's folder")
     replay.set_defaults(command=_replay)
+
+    export = commands.add_parser("export", help="a model folder for others: adapters are merged into their base")
+    export.add_argument("source", metavar="CHECKPOINT_OR_RUN", help="of a run: its newest checkpoint")
+    export.add_argument("out", metavar="OUT")
+    export.set_defaults(command=_export, overrides=[])
 
     buffer = commands.add_parser("buffer", help="what is in the buffer of a run, live or dead; changes nothing")
     buffer.add_argument("run", metavar="RUN")
@@ -104,7 +110,7 @@ def _train(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from async_rl.cli.serve import serve
 
-    return serve(options.service, options.run, options.overrides, index=options.index)
+    return serve(options.service, options.run, options.overrides, index=options.index, rank=options.rank)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -135,6 +141,14 @@ def _replay(options: argparse.Namespace) -> int:
     from async_rl.cli.replay import replay
 
     return replay(options.run, options.overrides, steps=options.steps, out=options.out)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from async_rl.cli.export import export
+
+    if options.overrides:
+        raise UserError(f"'{options.overrides[0]}': `export` takes no settings")
+    return export(options.source, options.out)
 
 
 def _buffer(options: argparse.Namespace) -> int:

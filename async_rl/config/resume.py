@@ -9,6 +9,7 @@ from async_rl.errors import ConfigError
 
 FREE = (
     "runs",
+    "placement",
     "warmup",
     "staleness.max",
     "trainer.checkpoint_every",

@@ -12,6 +12,7 @@ from async_rl.config.base import Fraction, NonNegative, NonNegativeFloat, Positi
 
 Mode = Literal["sync", "one-step", "async", "off-policy"]
 OnExceed = Literal["wait", "drop", "mask", "correct"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 # --- model -------------------------------------------------------------------------------------------
@@ -31,7 +32,7 @@ class Model(Table, frozen=True):
 
     path: str
     from_package: str | None = None  # made on first use from the only .gguf file this installed package ships
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # that it computes in, and is published in
+    dtype: Dtype = "float32"  # that it computes in, and is published in
     lora: LoRA | None = None  # None: all weights are trained
 
 
@@ -169,16 +170,15 @@ class Trainer(Table, frozen=True):
     max_nonfinite: Positive = 3  # skipped updates in a row that end the run
     checkpoint_every: NonNegative = 0  # steps; 0: only the last
     keep_checkpoints: Positive = 2
-    ranks: Positive = 1  # processes that share the weights and the batch (FSDP2)
-    local_ranks: Positive | None = None  # the first so many, started here; the others: `serve trainer --rank`. None: all
-    rendezvous: str = ""  # host:port where the ranks meet; empty: a free loopback port
-    sequence_parallel: Positive = 1  # ranks that share each sequence, each with a part of the heads (Ulysses)
-    tensor_parallel: Positive = 1  # ranks that share each matrix, where the model has a plan for it
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of what the optimizer updates; None: model.dtype
+    router_replay: bool = False  # a mixture of experts is trained through the experts that the sampler chose
+    dtype: Dtype | None = None  # of what the optimizer updates; None: model.dtype, which it computes in
     recompute: bool = False  # activations are made again in the backward pass: less memory, a third more work
     offload: bool = False  # weights and optimizer in the host's memory, on the device for their layer's turn alone
+    ranks: Positive = 1  # processes that share the weights and the batch (FSDP2)
+    sequence_parallel: Positive = 1  # ranks that share each sequence, each with a part of the heads (Ulysses)
+    local_ranks: Positive | None = None  # the first so many, started here; others: `serve trainer --rank`. None: all
+    rendezvous: str = ""  # host:port where the ranks meet; empty: a free port of this host
     collective_s: Seconds = 120.0  # until all ranks must have come to an exchange
-    router_replay: bool = False  # a mixture of experts is trained through the experts that the sampler chose
     threads: Positive = 1  # of each rank
     device: str = "cpu"
     draw_wait_s: Seconds = 600.0  # a step without a batch for so long ends the run

@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from async_rl.config.schema import Model
 from async_rl.errors import UserError
+from async_rl.models.lora import base_of, is_adapter, merge
 
 
 def check_path(model: Model) -> Path:
@@ -18,6 +21,9 @@ def check_path(model: Model) -> Path:
         raise UserError(
             f"model.path = '{path}': no such folder; give one with config.json and safetensors, or a .gguf file"
         )
+    if is_adapter(path):
+        base_of(path)
+        return path
     if not (path / "config.json").is_file():
         raise UserError(f"model.path = '{path}': no config.json in it")
     if not any(path.glob("*.safetensors")):
@@ -28,7 +34,8 @@ def check_path(model: Model) -> Path:
 def load_policy(model: Model, *, device: str = "cpu") -> Any:
     """The causal language model, in `model.dtype` on `device`, in evaluation mode (no dropout).
 
-    A .gguf file is dequantised. Embeddings stay tied where the configuration ties them.
+    A .gguf file is dequantised; an adapter is merged with its base. Embeddings stay tied where the configuration ties
+    them.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -36,6 +43,9 @@ def load_policy(model: Model, *, device: str = "cpu") -> Any:
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a log file, or a user's terminal, is no place for it
     path = check_path(model)
+    if is_adapter(path):
+        base = load_policy(msgspec.structs.replace(model, path=str(base_of(path))), device=device)
+        return merge(base, path).eval()
     dtype: torch.dtype = getattr(torch, model.dtype)
     where, extra = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
     try:
@@ -43,6 +53,16 @@ def load_policy(model: Model, *, device: str = "cpu") -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"model.path = '{path}': transformers cannot load it: {str(error).splitlines()[0]}") from None
     return policy.to(device).eval()
+
+
+def without_weights(folder: Path) -> Any:
+    """The causal language model of config.json in `folder`, on the meta device: its layers, and no number."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -83,8 +103,6 @@ def from_gguf(source: Path, target: Path) -> None:
 
 def trainable(model: Model, folder: Path) -> Model:
     """`model`, or, of a .gguf file, which transformers saves no checkpoint of, its copy in `folder`."""
-    import msgspec
-
     if not model.path.endswith(".gguf"):
         return model
     from_gguf(Path(model.path), folder)
@@ -92,7 +110,10 @@ def trainable(model: Model, folder: Path) -> Model:
 
 
 def end_tokens(path: Path, tokenizer: Any) -> list[int]:
-    """Ids that end a completion: those of generation_config.json, else the tokenizer's."""
+    """Ids that end a completion: those of generation_config.json, else the tokenizer's. path: the model's, or of an
+    adapter to one."""
+    while is_adapter(path):
+        path = base_of(path)
     try:
         named = json.loads((path / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from async_rl.errors import UserError
+from async_rl.models.load import without_weights
 
 SOFTMAX = {
     *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Qwen3VLMoeTextTopKRouter"),
@@ -48,14 +49,11 @@ class Layout(NamedTuple):
 
 def layout(folder: Path) -> Layout:
     """Of the model in `folder`, without its weights. UserError as `routers`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        found = routers(AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
+    model = without_weights(folder)
+    found = routers(model)
     router = next(iter(found.values()))
     routed = [int(re.findall(r"\.layers\.(\d+)\.", name)[-1]) for name in found]
-    return Layout(config.get_text_config().num_hidden_layers, routed, experts(router), int(router.top_k))
+    return Layout(model.config.get_text_config().num_hidden_layers, routed, experts(router), int(router.top_k))
 
 
 def experts(router: Any) -> int:

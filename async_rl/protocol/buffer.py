@@ -61,6 +61,13 @@ class Withdraw(Message, frozen=True):
     stage: Stage
 
 
+class Leave(Message, frozen=True):
+    """The worker has handed back what it held and goes; another may join under its name. Answered with Done."""
+
+    worker: str
+    incarnation: str
+
+
 class Started(Message, frozen=True):
     """Sampling of the lease began at `version`; refused (`revoked`) where that is older than it may be."""
 
@@ -324,7 +331,7 @@ class BufferReport(Message, frozen=True):
     conserved: bool
     lapsed: int  # leases that lapsed
     tokens: int  # action tokens of all trajectories taken in, those of evaluations too
-    workers: dict[str, WorkerStats]  # by name, incarnations added up, since the buffer was started
+    workers: dict[str, WorkerStats]  # by name, incarnations added up; of those that left, the sum of a kind
     worker_versions: dict[str, int]
     oldest_lease: str  # "group 17 (generate, attempt 0) held by rollout-0 for 3.2 s", or ""
     ended: bool
@@ -333,6 +340,7 @@ class BufferReport(Message, frozen=True):
 BufferRequest = (
     Acquire
     | Withdraw
+    | Leave
     | Started
     | Extend
     | FinishGenerate

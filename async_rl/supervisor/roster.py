@@ -6,6 +6,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from async_rl.config.schema import Config
+from async_rl.weights.relays import relay_names
 
 
 class Role(Struct, frozen=True):
@@ -47,7 +48,7 @@ def roster(config: Config) -> list[Role]:
     rollout, python = config.rollout, config.rollout.python or sys.executable
     return [
         Role("buffer", "buffer", 0, 1),
-        Role("weight_sync", "weight-sync", 0, 1),
+        *(Role(name, "weight-sync", k, 1) for k, name in enumerate(relay_names(config))),
         Role("trainer", "trainer", 0, config.trainer.threads),
         *(Role(f"rollout-{i}", "rollout", i, rollout.threads, python) for i in range(rollout.workers)),
         *(Role(f"reward-{i}", "reward", i, 1) for i in range(config.reward.workers)),

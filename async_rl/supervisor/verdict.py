@@ -4,7 +4,7 @@ Once the run is ending (its summary is written, or it is being stopped) any end 
 
 | service     | status 0                | status 2 (the user's) | anything else            |
 |-------------|-------------------------|-----------------------|--------------------------|
-| trainer     | the run is over         | fatal                 | restart after a signal, where there is a journal |
+| trainer     | the run is over         | fatal                 | as the buffer; the loss of a rank is like a signal |
 | buffer      | fatal before the end    | fatal                 | restart after a signal, where there is a journal |
 | weight-sync | restart before the end  | fatal                 | restart, a few times     |
 | rollout     | restart before the end  | fatal                 | restart, a few times     |
@@ -17,6 +17,8 @@ Verdict = Literal["over", "ignore", "restart", "fatal"]
 
 RESTARTABLE = ("rollout", "reward", "weight-sync")
 USER_STATUS = 2
+LOST = 75
+"""Of a trainer whose ranks are no longer all there."""
 
 
 def verdict(
@@ -31,7 +33,8 @@ def verdict(
         return "ignore"
     if service == "trainer" and status == 0:
         return "over"
-    again = service in RESTARTABLE or (service in ("buffer", "trainer") and journal and status < 0)
+    killed = status < 0 or (service == "trainer" and status == LOST)
+    again = service in RESTARTABLE or (service in ("buffer", "trainer") and journal and killed)
     if status == USER_STATUS or not again:
         return "fatal"
     return "restart" if deaths_in_a_row <= max_failures else "fatal"

@@ -7,8 +7,9 @@ spans of at most `bucket_bytes` that tile the slot, each with a checksum of its 
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import xxhash
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load
+THREADS = 2  # that copy and sum: one alone does not fill a machine's memory channels
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -35,6 +37,8 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 
+T = TypeVar("T")
+U = TypeVar("U")
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
@@ -46,27 +50,14 @@ class Layout(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-def plan(model: "torch.nn.Module", bucket_bytes: int) -> Layout:
-    """The layout of `model.state_dict()`; the first name of a shared tensor is the canonical one.
-
-    Raises PublicationError for a model without tensors, or with one that has no bytes here (meta device) or
-    no known dtype.
-    """
+def layout(tensors: Iterable[tuple[str, Sequence[str], str, Sequence[int]]], bucket_bytes: int) -> Layout:
+    """The layout of (name, aliases, dtype, shape) in that order. Raises PublicationError where there is no byte."""
     entries: list[TensorEntry] = []
-    index_of: dict[object, int] = {}
     offset = 0
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPE_BYTES or tensor.is_meta:
-            raise PublicationError(f"{name}: a tensor of {dtype} on {tensor.device} cannot be published")
-        storage = (tensor.device, tensor.data_ptr(), dtype, tuple(tensor.shape), tensor.stride())
-        first = index_of.setdefault(storage, len(entries)) if tensor.numel() else len(entries)
-        if first < len(entries):
-            entries[first].aliases.append(name)
-            continue
-        nbytes = tensor.numel() * DTYPE_BYTES[dtype]
-        entries.append(TensorEntry(name, dtype, list(tensor.shape), offset, nbytes, []))
-        offset = _aligned(offset + nbytes)
+    for name, aliases, dtype, shape in tensors:
+        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        entries.append(TensorEntry(name, dtype, list(shape), offset, nbytes, list(aliases)))
+        offset = aligned(offset + nbytes)
     if not offset:
         raise PublicationError("a model without tensors cannot be published")
     end = max(entry.offset + entry.nbytes for entry in entries)
@@ -74,8 +65,9 @@ def plan(model: "torch.nn.Module", bucket_bytes: int) -> Layout:
 
 
 def spans(nbytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
-    """(offset, nbytes) of each bucket of a slot of `nbytes`."""
-    return [(at, min(bucket_bytes, nbytes - at)) for at in range(0, nbytes, bucket_bytes)]
+    """(offset, nbytes) of each bucket of a slot of `nbytes`; no bucket cuts an element in two."""
+    step = max(bucket_bytes // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    return [(at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
 
 
 def gaps(tensors: Sequence[TensorEntry]) -> Iterator[tuple[int, int]]:
@@ -86,21 +78,48 @@ def gaps(tensors: Sequence[TensorEntry]) -> Iterator[tuple[int, int]]:
             yield end, after.offset - end
 
 
-def seal(layout: Layout, buffer: Buffer, *, version: int, epoch: int) -> Manifest:
-    """The manifest of what `buffer` now holds: `layout` with the checksum of each bucket."""
-    view = memoryview(buffer)
-    buckets = [Bucket(at, size, _checksum(view, at, size)) for at, size in layout.spans]
+def clear_gaps(tensors: Sequence[TensorEntry], slot: mmap.mmap) -> None:
+    """Whatever lay in the slot before."""
+    for offset, nbytes in gaps(tensors):
+        slot[offset : offset + nbytes] = bytes(nbytes)
+
+
+def seal(
+    layout: Layout,
+    buffer: Buffer,
+    *,
+    version: int,
+    epoch: int,
+    known: Mapping[tuple[int, int], int] | None = None,
+) -> Manifest:
+    """The manifest of what `buffer` now holds: `layout` with the checksum of each bucket.
+
+    known: (offset, nbytes) -> checksum, of the buckets that need not be read again.
+    """
+    view, known = memoryview(buffer), known or {}
+    unknown = [span for span in layout.spans if span not in known]
+    sums = {**known, **dict(zip(unknown, each(lambda span: _checksum(view, *span), unknown), strict=True))}
+    buckets = [Bucket(at, size, sums[at, size]) for at, size in layout.spans]
     return Manifest(version, epoch, layout.nbytes, layout.tensors, buckets)
 
 
 def check_buckets(manifest: Manifest, buffer: Buffer) -> list[int]:
     """Indices of the buckets whose bytes in `buffer` are not those that were published."""
     view = memoryview(buffer)
-    return [
-        k
-        for k, bucket in enumerate(manifest.buckets)
-        if bucket.offset + bucket.nbytes > len(view) or _checksum(view, bucket.offset, bucket.nbytes) != bucket.checksum
-    ]
+
+    def wrong(bucket: Bucket) -> bool:
+        end = bucket.offset + bucket.nbytes
+        return end > len(view) or _checksum(view, bucket.offset, bucket.nbytes) != bucket.checksum
+
+    return [k for k, is_wrong in enumerate(each(wrong, manifest.buckets)) if is_wrong]
+
+
+def each(work: Callable[[T], U], items: Sequence[T]) -> list[U]:
+    """`work` of every item, in THREADS threads: copies and checksums of megabytes hold no interpreter's lock."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(THREADS, len(items)), "weights") as pool:
+        return list(pool.map(work, items))
 
 
 def check_layout(manifest: Manifest) -> list[str]:
@@ -158,7 +177,7 @@ def aliases_of(manifest: Manifest) -> dict[str, str]:
     return {alias: entry.name for entry in manifest.tensors for alias in entry.aliases}
 
 
-def _aligned(offset: int) -> int:
+def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
@@ -168,13 +187,16 @@ def _checksum(view: memoryview, offset: int, nbytes: int) -> int:
 
 def views(tensors: Sequence[TensorEntry], buffer: Buffer) -> Iterator[tuple[str, "torch.Tensor"]]:
     """(canonical name, tensor on the CPU): views of the slot, to be copied from and not to be kept."""
+    for entry in tensors:
+        yield entry.name, view(entry, buffer)
+
+
+def view(entry: TensorEntry, buffer: Buffer) -> "torch.Tensor":
+    """The tensor in the slot `buffer`, without a copy."""
     import torch
 
-    for entry in tensors:
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        if entry.nbytes:
-            count = entry.nbytes // dtype.itemsize
-            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset)
-            yield entry.name, flat.view(entry.shape)
-        else:
-            yield entry.name, torch.empty(entry.shape, dtype=dtype)
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = entry.nbytes // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)

@@ -14,11 +14,14 @@ from async_rl.errors import PublicationError
 
 
 class Slots:
-    """Names of the slots of the run whose folder is `run`, in `directory` (`weight_sync.directory`)."""
+    """Names of the slots of one relay of the run whose folder is `run`, in `directory` (`weight_sync.directory`).
 
-    def __init__(self, directory: str, run: Path) -> None:
+    relay: "" for the slots of all of them, to remove them.
+    """
+
+    def __init__(self, directory: str, run: Path, relay: str = "") -> None:
         self.directory = Path(directory)
-        self._prefix = f"async-rl-{xxhash.xxh3_64_hexdigest(str(run.resolve()).encode())}-"
+        self._prefix = f"async-rl-{xxhash.xxh3_64_hexdigest(str(run.resolve()).encode())}-{relay and relay + '-'}"
 
     def path(self, index: int) -> str:
         return str(self.directory / f"{self._prefix}{index}")

@@ -10,6 +10,7 @@ from async_rl.actor.outbox import Outbox
 from async_rl.actor.remote import Remote
 from async_rl.actor.service import Service
 from async_rl.config.schema import Config
+from async_rl.errors import AsyncRLError
 from async_rl.protocol.buffer import (
     Acquire,
     BufferReply,
@@ -22,6 +23,7 @@ from async_rl.protocol.buffer import (
     LeaseReplies,
     LeaseReply,
     Leases,
+    Leave,
     ScoreLease,
     WorkerStats,
 )
@@ -72,6 +74,10 @@ class RewardService(Service):
                         self._end()
                 # after a stop, what is held is graded to its end
             beat.cancel()
+            if not self._ended:
+                with contextlib.suppress(TimeoutError, AsyncRLError):  # a buffer that is gone forgets it by itself
+                    async with asyncio.timeout(self.config.services.stop_s / 2):
+                        await buffer.ask(Leave(self.name, self.incarnation))
 
     async def _keep_leases(self, buffer: Remote) -> None:
         """Say each heartbeat, thrice in a lease at least, what is held; drop what is no longer ours."""

@@ -3,6 +3,8 @@
 service.py               the loop: lease, sample, hand in; updates of the weights
 held.py                  the leases held, and what may be done about them (pure)
 meter.py                 the worker's own counts
+device.py                the engine asleep while the trainer has the device
+  turn.py                when it is awake (pure)
 member.py                one trajectory: a completion, or an episode
 episodes.py              many calls of the engine, one trajectory: what an episode sees, its caps
 environments.py          the environment that the configuration names

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from async_rl.config.schema import Config, FakeEngine, SGLangEngine, TransformersEngine, VLLMEngine
 from async_rl.errors import ConfigError
+from async_rl.models.lora import engine_problem
 from async_rl.models.text import ChatText, TokenizerText
 from async_rl.services.rollout.engine import Engine
 from async_rl.services.rollout.router import Engines
@@ -63,16 +64,26 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
 
             torch.set_num_threads(config.rollout.threads)
             model = await asyncio.to_thread(load_policy, config.model, device=settings.device)
-            return transformers_engine.TransformersEngine(model, ends, settings, routing=config.trainer.router_replay)
+            return transformers_engine.TransformersEngine(
+                model,
+                ends,
+                settings,
+                adapters=config.model.lora is not None,
+                routing=config.trainer.router_replay,
+            )
         case VLLMEngine() as settings:
             from async_rl.services.rollout import vllm_engine
 
-            return await vllm_engine.VLLMEngine.start(config.model, ends, settings, number)
+            sleeps = config.placement == "shared"
+            return await vllm_engine.VLLMEngine.start(config.model, ends, settings, number, sleeps=sleeps)
         case SGLangEngine() as settings:
             from async_rl.models.folder import stored_shapes
             from async_rl.models.routers import layout
             from async_rl.services.rollout import sglang_engine
 
+            problem = engine_problem(config)
+            if problem is not None:
+                raise ConfigError(problem)
             folder = Path(config.model.path)
             experts = layout(folder) if config.trainer.router_replay else None
             return sglang_engine.SGLangEngine(settings.urls[number], ends, settings, experts, stored_shapes(folder))

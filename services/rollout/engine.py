@@ -130,5 +130,12 @@ class Engine(Protocol):
         version in it. Raises PublicationError where the weights do not fit, with the old ones untouched.
         """
 
+    async def sleep(self) -> None:
+        """Leave the device: weights to the host's memory, the cache dropped. Without requests, and until `wake` there
+        is no update either."""
+
+    async def wake(self) -> None:
+        """Back on the device, under the weights of before."""
+
     async def close(self) -> None:
         """Drop every request and end. May be called twice."""

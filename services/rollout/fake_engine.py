@@ -74,6 +74,7 @@ class FakeEngine:
         self._turn = asyncio.Lock()
         self._stood_s = 0.0
         self._closed = False
+        self.asleep = False
 
     async def generate(
         self,
@@ -86,6 +87,7 @@ class FakeEngine:
     ) -> Completion:
         draft = draft or Draft()
         await self._open.wait()
+        self._require_awake()
         draft.mark(self.version)
         script = _Script(self._tokens(prompt, sampling, random.Random(seed)), draft, self._now())
         self._scripts.add(script)
@@ -104,6 +106,7 @@ class FakeEngine:
 
     async def update(self, read: ReadWeights, *, keep_cache: bool = False) -> None:
         async with self._turn:
+            self._require_awake()
             began = asyncio.get_running_loop().time()
             self._catch_up()
             self._open.clear()
@@ -116,8 +119,20 @@ class FakeEngine:
                 self._stood_s += asyncio.get_running_loop().time() - began
                 self._open.set()
 
+    async def sleep(self) -> None:
+        if self._scripts:
+            raise EngineDied(f"fake engine: put to sleep with {len(self._scripts)} requests in flight")
+        self.asleep = True
+
+    async def wake(self) -> None:
+        self.asleep = False
+
     async def close(self) -> None:
         self._closed = True
+
+    def _require_awake(self) -> None:
+        if self.asleep:
+            raise EngineDied("fake engine: used while it sleeps")
 
     def _catch_up(self) -> None:
         for script in self._scripts:

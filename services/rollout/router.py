@@ -118,6 +118,13 @@ class Engines:
         if len(versions) > 1:
             raise InvariantError(f"engines of one service have the versions {sorted(versions)}")
 
+    async def sleep(self) -> None:
+        await asyncio.gather(*(engine.sleep() for engine in self._engines))
+        self._router.forget()
+
+    async def wake(self) -> None:
+        await asyncio.gather(*(engine.wake() for engine in self._engines))
+
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 

@@ -3,6 +3,7 @@
 _lease     acquires groups while there is room                 waits for: room, a grant
 _group     samples one group's members and hands each in       waits for: the engine
 _beat      says what it holds, drops what was revoked          every third of a lease, once a second at least
+_device    wakes the engine for work where the trainer has the same device, and puts it to sleep after
 _follow    brings the weights up to the trainer's              waits for: a newer version; then, where
            weights must not change under running requests, acquires nothing and waits until all are done
 """
@@ -20,7 +21,15 @@ from async_rl.actor.remote import Remote
 from async_rl.actor.service import Service
 from async_rl.config.modes import bounds, trajectories
 from async_rl.config.schema import Config
-from async_rl.errors import ConfigError, DeadlineExceeded, EngineDied, PeerRefused, PublicationError, WorkRevoked
+from async_rl.errors import (
+    AsyncRLError,
+    ConfigError,
+    DeadlineExceeded,
+    EngineDied,
+    PeerRefused,
+    PublicationError,
+    WorkRevoked,
+)
 from async_rl.protocol.buffer import (
     Acquire,
     BufferReply,
@@ -33,23 +42,25 @@ from async_rl.protocol.buffer import (
     LeaseReplies,
     LeaseReply,
     Leases,
+    Leave,
     Sampled,
     Started,
     Withdraw,
 )
-from async_rl.protocol.control import ControlReply, ControlRequest
+from async_rl.protocol.control import ControlReply, ControlRequest, Done
 from async_rl.protocol.weight_sync import WeightSyncReply, WeightSyncRequest
 from async_rl.services.rollout import environments
 from async_rl.services.rollout.backends import build
+from async_rl.services.rollout.device import device
 from async_rl.services.rollout.engine import Apply, Engine
 from async_rl.services.rollout.held import Held, Ledger, seed_of
 from async_rl.services.rollout.member import Sampler
 from async_rl.services.rollout.meter import Meter
+from async_rl.weights.relays import relay_of
 
 if TYPE_CHECKING:
     from async_rl.weights.reader import Received, Subscriber
 
-GRANT_S = 0.5  # how long the buffer may look for work
 FETCH_S = 5.0
 REFUSAL_S = 0.5
 
@@ -80,6 +91,7 @@ class RolloutService(Service):
         self._refusals = 0  # publications in a row that could not be taken
         self._newer = False  # a version is out that this worker has yet to load
         self._ended = False
+        self._device = device(config, self.run, name, self._has_work, self._changed)
         self._engine: Engine
         self._sampler: Sampler
         self._buffer: Remote
@@ -88,30 +100,35 @@ class RolloutService(Service):
     async def work(self) -> None:
         from async_rl.weights.reader import Subscriber
 
+        if not await self._device.reserve(lambda: not self.stopping.is_set()):
+            return
         self._engine, text = await build(self.config)
         try:
             async with (
                 contextlib.AsyncExitStack() as resources,
                 self.remote("buffer", BufferRequest, BufferReply) as self._buffer,
-                self.remote("weight_sync", WeightSyncRequest, WeightSyncReply) as weight_sync,
+                self.remote("weight_sync", WeightSyncRequest, WeightSyncReply, name=self._relay) as weight_sync,
             ):
                 episodes = await environments.build(self.config, text, self._engine.context, resources)
                 self._sampler = Sampler(self._engine, text, episodes)
                 self._weights = Subscriber(weight_sync, self.name, self.incarnation)
-                if not await self._first_weights():
-                    return
                 async with asyncio.TaskGroup() as tasks:
                     helpers = [
-                        tasks.create_task(work(), name=f"{self.name} {work.__name__}")
-                        for work in (self._beat, self._follow, self._notice_stop)
+                        tasks.create_task(self._device.keep(self._engine), name=f"{self.name} device"),
+                        tasks.create_task(self._notice_stop(), name=f"{self.name} stop"),
                     ]
-                    await self._lease(tasks)
+                    joined = await self._first_weights()
+                    if joined:
+                        for work in (self._beat, self._follow):
+                            helpers.append(tasks.create_task(work(), name=f"{self.name} {work.__name__}"))
+                        await self._lease(tasks)
                     for task in [*helpers, *self._tasks.values()]:
                         task.cancel()
-                    if not self._ended:
+                    if joined and not self._ended:
                         await self._hand_back()
         finally:
             await self._engine.close()
+            self._device.release()
 
     def detail(self) -> dict[str, float | int | str]:
         stats = self._meter.stats(time.monotonic())
@@ -126,13 +143,17 @@ class RolloutService(Service):
             if self._leaving:
                 return
             async with self._granting:
-                version = self._engine.version
-                request = Acquire(self.name, self.incarnation, "generate", self._room, version, GRANT_S)
-                granted = await self._ask(request, Leases, wait_s=GRANT_S)
+                version, wait_s, resting = self._engine.version, self._device.ask_s, self._device.resting
+                request = Acquire(self.name, self.incarnation, "generate", self._room, version, wait_s)
+                granted = await self._ask(request, Leases, wait_s=wait_s)
                 for lease in granted.generate:
                     held = self._ledger.held[lease.id] = Held(lease, version)
                     self._tasks[lease.id] = tasks.create_task(self._group(held), name=f"group {lease.id.group}")
             self._ended = self._ended or granted.ended
+            if granted.generate:
+                self._changed.set()
+            elif resting and not self._ended:
+                self._device.told_nothing()
 
     async def _group(self, held: Held) -> None:
         lease = held.lease
@@ -141,6 +162,7 @@ class RolloutService(Service):
             if unfit is not None:
                 await self._fail(lease.id, None, unfit)
                 return
+            await self._until(lambda: self._device.awake)
             started = Started(self.name, self.incarnation, lease.id, self._engine.version)
             if (await self._ask(started, LeaseReply)).outcome == "revoked":
                 return
@@ -203,11 +225,17 @@ class RolloutService(Service):
         """What is not done goes to another worker at once, not when the lease lapses."""
         returns = [self._fail(lease, None, "worker stops", fault=False) for lease in list(self._ledger.held)]
         await asyncio.gather(*returns)
+        with contextlib.suppress(TimeoutError, AsyncRLError):  # a buffer that is gone forgets it by itself
+            async with asyncio.timeout(self.config.services.stop_s / 2):
+                await self._ask(Leave(self.name, self.incarnation), Done)
 
     async def _fail(self, lease: LeaseId, member: int | None, reason: str, *, fault: bool = True) -> None:
         await self._ask(Fail(self.name, self.incarnation, lease, member, reason, fault), LeaseReply)
 
     # --- weights -------------------------------------------------------------------------------------
+
+    def _relay(self) -> str | None:
+        return relay_of(self.config, self.run, int(self.name.rpartition("-")[2]))
 
     async def _first_weights(self) -> bool:
         """Nothing is sampled before the trainer's weights are here. False: stopped first."""
@@ -215,9 +243,17 @@ class RolloutService(Service):
         end = time.monotonic() + deadline_s
         while not self.stopping.is_set():
             received = await self._weights.fetch(-1, 1.0)
-            if received is not None:
+            self._newer = received is not None
+            if received is not None and self._device.awake:
                 await self._update(received)
+                self._newer = False
+                log.info("%s begins with version %d", self.name, self.version)
                 return True
+            if received is not None:
+                await self._weights.release(received)
+                self._changed.set()
+                await self._until(lambda: self._device.awake or self.stopping.is_set())
+                continue
             if time.monotonic() > end:
                 setting = "services.connect_s + weight_sync.publish_s"
                 raise DeadlineExceeded("the trainer's first weights", deadline_s, setting)
@@ -226,9 +262,10 @@ class RolloutService(Service):
     async def _follow(self) -> None:
         while True:
             received = await self._weights.fetch(self._engine.version, FETCH_S)
+            self._newer = received is not None
+            self._changed.set()
             if received is None:
                 continue
-            self._newer = True
             # No lease is granted for weights just replaced: what is asked for comes back first.
             await self._buffer.tell(Withdraw(self.name, "generate"))
             async with self._granting:
@@ -279,7 +316,10 @@ class RolloutService(Service):
         raise DeadlineExceeded("weights to replace those taken back", deadline_s, "weight_sync.publish_s")
 
     def _may_update(self) -> bool:
-        return self._ledger.may_update(self._bounds.in_flight)
+        return self._device.awake and self._ledger.may_update(self._bounds.in_flight)
+
+    def _has_work(self) -> bool:
+        return self._newer or bool(self._ledger.held)
 
     # --- waiting -------------------------------------------------------------------------------------
 

@@ -27,13 +27,14 @@ import numpy as np
 
 from async_rl.config.schema import Sampling
 from async_rl.config.schema import SGLangEngine as Settings
-from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError
+from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError, UserError
 from async_rl.models.routers import Layout
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
 from async_rl.services.rollout.experts import tensors_as_stored
 from async_rl.trajectory import UNROUTED, StopReason, routing_dtype
 
 LINE_BYTES = 2**26
+BACKUP = ("enable_memory_saver", "enable_weights_cpu_backup")
 FLUSH_S = (0.05, 1.0)  # first and longest wait between two tries
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class SGLangEngine:
         layout: Layout | None = None,
         stored: Collection[str] = (),
     ) -> None:
-        self.version = -1
+        self.version, self._url = -1, url
         self._stored = stored
         self.returns_routing, self._layout = layout is not None, layout
         self.context = settings.context
@@ -134,8 +135,27 @@ class SGLangEngine:
             finally:
                 await self._post("/continue_generation", {})
 
+    async def sleep(self) -> None:
+        async with self._turn:
+            await self._require_backup()
+            await self._flush()  # waits for what was aborted; the server does not survive a release while it runs
+            await self._post("/release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        async with self._turn:
+            await self._post("/resume_memory_occupation", {})
+
     async def close(self) -> None:
         await self._session.close()
+
+    async def _require_backup(self) -> None:
+        """UserError where the server would wake up with weights that are lost."""
+        async with self._request("/server_info", None, "GET") as answer:
+            info = await answer.json()
+        missing = [flag for flag in BACKUP if not info.get(flag)]
+        if missing:
+            flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in missing)
+            raise UserError(f"placement = 'shared': start the SGLang server at {self._url} with {flags}")
 
     async def _apply(self, weights: Weights) -> None:
         """By a folder beside the slot, in shared memory, gone when the server has read it."""
@@ -196,9 +216,11 @@ class SGLangEngine:
         return reply if isinstance(reply, dict) else {"message": text[:500]}
 
     @contextlib.asynccontextmanager
-    async def _request(self, path: str, body: dict[str, Any] | None) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(
+        self, path: str, body: dict[str, Any] | None, method: str = "POST"
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
-            async with self._session.post(path, json=body) as answer:
+            async with self._session.request(method, path, json=body) as answer:
                 yield answer
         except TimeoutError:
             raise EngineDied(

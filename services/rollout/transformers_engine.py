@@ -33,8 +33,10 @@ from async_rl.config.schema import TransformersEngine as Settings
 from async_rl.errors import EngineDied, EngineFault
 from async_rl.models.attention import NAME as PACKED
 from async_rl.models.attention import use_packed_attention
+from async_rl.models.moving import give_back, move, tensors_of
 from async_rl.services.rollout import paged_cache
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
+from async_rl.services.rollout.live_adapters import LiveAdapters
 from async_rl.services.rollout.live_weights import LiveWeights
 from async_rl.services.rollout.prefixes import Prefills, forget, share_only
 from async_rl.services.rollout.routing import Routing
@@ -65,15 +67,18 @@ class _Request:
 
 
 class TransformersEngine:
-    """An Engine. `model`: a transformers causal language model; `end_tokens` end a completion. routing: whether to say
-    which experts its routers chose."""
+    """An Engine. `model`: a transformers causal language model; `end_tokens` end a completion. adapters: the weights
+    to come are adapters for `model`, which is their base. routing: whether to say which experts its routers chose."""
 
     returns_survivors = True
 
-    def __init__(self, model: Any, end_tokens: list[int], settings: Settings, *, routing: bool = False) -> None:
+    def __init__(
+        self, model: Any, end_tokens: list[int], settings: Settings, *, adapters: bool = False, routing: bool = False
+    ) -> None:
         self.version = -1
         self._ends = frozenset(end_tokens)
-        self._live = LiveWeights(model.eval().requires_grad_(False))
+        self._model, self._device = model, model.device
+        self._live = (LiveAdapters if adapters else LiveWeights)(model.eval().requires_grad_(False))
         attention = use_packed_attention(model)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         blocks = settings.num_blocks or paged_cache.default_blocks(model, settings, positions)
@@ -97,6 +102,7 @@ class TransformersEngine:
         if attention == PACKED:
             processor.cache.update = partial(paged_cache.leave_in_pages, processor.cache)
         self._cache = processor.cache
+        self._cache_bytes = self._cache.cache_tensor.untyped_storage().nbytes()
         share_only(self._cache, self._shares)
         self.returns_routing = routing
         self._routing = Routing(model, self._cache) if routing else None
@@ -165,6 +171,19 @@ class TransformersEngine:
                         self._resubmit()
             finally:
                 self._open.set()
+
+    async def sleep(self) -> None:
+        """The generation thread goes on without work and touches neither weights nor cache."""
+        async with self._turn:
+            self._open.clear()
+            async with self._paused():
+                await self._alive(self._loop.run_in_executor(self._pauser, self._put_away))
+
+    async def wake(self) -> None:
+        async with self._turn:
+            async with self._paused():
+                await self._alive(self._loop.run_in_executor(self._pauser, self._bring_back))
+            self._open.set()
 
     async def close(self) -> None:
         self._watching.cancel()
@@ -281,6 +300,20 @@ class TransformersEngine:
                 if request.leads:
                     request.leads = False
                     self._loop.call_soon_threadsafe(self._release, request)
+
+    # --- asleep --------------------------------------------------------------------------------------
+
+    def _put_away(self) -> None:
+        forget(self._cache)
+        move(tensors_of(self._model), "cpu")
+        self._cache.cache_tensor.untyped_storage().resize_(0)  # its many views stay what they are
+        give_back(self._device)
+
+    def _bring_back(self) -> None:
+        move(tensors_of(self._model), self._device)
+        with torch.inference_mode():
+            self._cache.cache_tensor.untyped_storage().resize_(self._cache_bytes)
+            self._cache.cache_tensor.zero_()  # what is masked is multiplied by zero, and must be a number
 
     # --- pause and death -----------------------------------------------------------------------------
 

@@ -5,6 +5,9 @@ Token ids in; ids and log-probabilities out, streamed into the draft. An update 
 dropped at the pause and computed again, or kept (`staleness.keep_cache`). Prefixes are salted by version, so that no
 request ever reads a prefix of older weights.
 
+With `model.lora` the base stays as it is, and an update puts a new adapter in the place of the old one, under the same
+name: requests in flight go on under the new one, and none can be without.
+
 Versions are vLLM's own spans, exact to the token, except with a kept cache: there a request keeps the version that it
 began with.
 """
@@ -14,7 +17,9 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +31,9 @@ from async_rl.config.schema import Model, Sampling
 from async_rl.config.schema import VLLMEngine as Settings
 from async_rl.errors import EngineDied, EngineFault, PublicationError, UserError
 from async_rl.models.folder import stored_shapes
+from async_rl.models.lora import is_adapter
 from async_rl.protocol.weight_sync import TensorEntry
+from async_rl.services.rollout.adapters import layers, write
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
 from async_rl.services.rollout.experts import entries_as_stored
 from async_rl.trajectory import StopReason
@@ -34,6 +41,7 @@ from async_rl.trajectory import StopReason
 EXTENSION = "async_rl.services.rollout.vllm_worker.SlotReader"
 CPU_CACHE_BYTES = 2**30
 CPU_BLOCK = 32  # tokens that are cached together; of vLLM's 128 there, a short prompt of a group fills none
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 STALL_S = 300.0  # no forward pass, and no reading of the weights, takes so long
 STARTUP = {
     "HF_HUB_OFFLINE": "1",
@@ -55,15 +63,19 @@ class VLLMEngine:
     returns_routing = False
 
     @classmethod
-    async def start(cls, model: Model, end_tokens: list[int], settings: Settings, number: int = 0) -> "VLLMEngine":
-        """Number `number` of a worker's engines. In a thread: it takes ten seconds and more, and the service answers
-        meanwhile."""
+    async def start(
+        cls, model: Model, end_tokens: list[int], settings: Settings, number: int = 0, *, sleeps: bool = False
+    ) -> "VLLMEngine":
+        """Number `number` of a worker's engines; `sleeps`: it shares its device. In a thread: it takes ten seconds and
+        more, and the service answers meanwhile."""
         if model.path.endswith(".gguf"):
             raise UserError(f"model.path = '{model.path}': vllm takes a folder, as model.from_package makes one")
+        if is_adapter(Path(model.path)):
+            raise UserError(f"model.path = '{model.path}' is an adapter; `async-rl export` makes a model for vllm")
         with _gpus_of(number, settings.tensor_parallel):
-            return await asyncio.to_thread(cls, model, end_tokens, settings)
+            return await asyncio.to_thread(cls, model, end_tokens, settings, sleeps)
 
-    def __init__(self, model: Model, end_tokens: list[int], settings: Settings) -> None:
+    def __init__(self, model: Model, end_tokens: list[int], settings: Settings, sleeps: bool = False) -> None:
         for name, value in STARTUP.items():
             os.environ.setdefault(name, value)
         _preload_openmp()
@@ -78,6 +90,7 @@ class VLLMEngine:
         self.version = -1
         self._expected = stored_shapes(Path(model.path))
         self._ends = end_tokens
+        self._adapter = None if model.lora is None else adapter_request("unread")
         arguments = AsyncEngineArgs(
             model=model.path,
             dtype=model.dtype,
@@ -89,6 +102,7 @@ class VLLMEngine:
             block_size=CPU_BLOCK if on_cpu() else None,
             tensor_parallel_size=settings.tensor_parallel,
             enforce_eager=not settings.compile,
+            enable_sleep_mode=sleeps and not on_cpu(),  # refused there, where sleep does nothing
             kv_cache_memory_bytes=settings.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu() else None),
             gpu_memory_utilization=settings.gpu_memory,
             logprobs_mode="processed_logprobs",  # of log_softmax(z / T), as sampled
@@ -96,6 +110,8 @@ class VLLMEngine:
             skip_tokenizer_init=True,
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
+            enable_lora=model.lora is not None,
+            max_lora_rank=lora_rank(model.lora.rank if model.lora is not None else 1),
         )
         if on_cpu():
             check_head_size(arguments.create_model_config().get_head_size())
@@ -160,7 +176,8 @@ class VLLMEngine:
         """Into `draft`, what is sampled; why it ended. Cancelled, the request is aborted."""
         inputs = {"prompt_token_ids": prompt, "cache_salt": str(self.version)}
         reason = ""
-        async for output in self._engine.generate(inputs, parameters, str(next(self._ids))):
+        id_ = str(next(self._ids))
+        async for output in self._engine.generate(inputs, parameters, id_, lora_request=self._adapter):
             self._heard = time.monotonic()
             made = output.outputs[0]
             if not draft.tokens:
@@ -188,6 +205,16 @@ class VLLMEngine:
             finally:
                 await self._alive(self._engine.resume_generation())
 
+    async def sleep(self) -> None:
+        """Level 1, which keeps the weights in the host's memory: an evaluation or a member that failed may still need
+        this version, and the relay may have the next one alone."""
+        async with self._turn:
+            await self._alive(self._engine.sleep(level=1))
+
+    async def wake(self) -> None:
+        async with self._turn:
+            await self._alive(self._engine.wake_up())
+
     async def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -199,12 +226,25 @@ class VLLMEngine:
         return int(self._engine.get_num_unfinished_requests())
 
     async def _apply(self, weights: Weights) -> None:
+        if self._adapter is not None:
+            await self._apply_adapter(weights)
+            return
         entries = entries_as_stored(weights.manifest.tensors, self._expected)
         misfit = unfit(entries, self._expected)
         if misfit is not None:
             raise PublicationError(f"version {weights.version} of the weights: {misfit}")
         tensors = msgspec.to_builtins(entries)
         await self._alive(self._engine.collective_rpc("load_slot", args=(weights.path, tensors)))
+
+    async def _apply_adapter(self, weights: Weights) -> None:
+        """By a folder beside the slot, gone when the workers have read it."""
+        layers(weights.manifest, self._expected)
+        folder = Path(tempfile.mkdtemp(prefix="async-rl-vllm-", dir=Path(weights.path).parent))
+        try:
+            await asyncio.to_thread(write, weights, folder)
+            await self._alive(self._engine.add_lora(adapter_request(str(folder), load_inplace=True)))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, True)
 
     async def _alive(self, call: Any) -> None:
         """A call that only a dead engine fails: what it left half done cannot be mended."""
@@ -228,6 +268,21 @@ class VLLMEngine:
         if reason != "length":
             raise EngineFault(f"vllm ended the request: {reason or 'without a reason'}")
         return cut_by(tokens, sampling)
+
+
+def adapter_request(path: str, *, load_inplace: bool = False) -> Any:
+    """The policy's adapter: one for all versions, so that none is ever unloaded that a request in flight names."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", 1, path, load_inplace=load_inplace)
+
+
+def lora_rank(rank: int) -> int:
+    """What vLLM sets aside for adapters of `rank`; UserError where it takes none so wide."""
+    for size in LORA_RANKS:
+        if rank <= size:
+            return size
+    raise UserError(f"model.lora.rank = {rank}: vllm takes {LORA_RANKS[-1]} at most")
 
 
 def unfit(tensors: Iterable[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> str | None:

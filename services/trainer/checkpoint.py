@@ -1,6 +1,7 @@
 """Checkpoints: folders that plain transformers loads, complete or absent, with all that a run goes on from.
 
-checkpoints/step-00000040/                  config, safetensors, tokenizer after 40 steps
+checkpoints/step-00000040/                  config, safetensors, tokenizer after 40 steps; with model.lora the
+                                            adapter, as peft loads it, in place of the model
 checkpoints/step-00000040/trainer/          state.json, optimizer.safetensors; NAME.safetensors and
                                             NAME_optimizer.safetensors of each role that learns beside the policy
 checkpoints/latest                          the name of the newest
@@ -22,9 +23,10 @@ from async_rl.config.load import parse
 from async_rl.config.resume import require_same_run
 from async_rl.config.schema import Config, Model
 from async_rl.errors import AsyncRLError, ConfigError, UserError
-from async_rl.models.load import load_policy, load_tokenizer
+from async_rl.models.load import load_tokenizer
 from async_rl.protocol.buffer import Cursor
 from async_rl.rundir import make_durable, write_atomically
+from async_rl.services.trainer import lora
 from async_rl.services.trainer.policy import Policy
 from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.trained import Progress, weights_checksum
@@ -73,7 +75,7 @@ class Checkpoints:
             return target
         partial = self._folder / f".{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        roles.policy.model.save_pretrained(partial)
+        lora.save(roles.policy.model, partial)
         tokenizer.save_pretrained(partial)
         _save_state(partial / "trainer", roles, config, version, cursor)
         _make_durable(partial)
@@ -117,7 +119,9 @@ class Checkpoints:
         require_same_run(parse(state.config, str(path / "trainer" / "state.json")), config)
         model = msgspec.structs.replace(config.model, path=str(path))
         try:
-            policy = Policy(load_policy(model, device=config.trainer.device), config)
+            policy = Policy(lora.load(config, first, path), config)
+        except ConfigError:
+            raise
         except UserError as error:  # no mistake of the user's: it is the run's own folder
             raise AsyncRLError(str(error)) from None
         if weights_checksum(policy.model) != state.weights:

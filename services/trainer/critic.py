@@ -47,7 +47,7 @@ class Critic(Trained):
             part = torch.where(pack.loss, made.values, 0.0).sum() / max(tokens, 1)
             return part, torch.stack([part, made.clipped[pack.loss].sum()])
 
-        total, clipped = self.minimise(self.share([sample for sample in samples if sample.trained]), loss, figures=2)
+        total, clipped = self.minimise([sample for sample in samples if sample.trained], loss, figures=2)
         return ValueUpdate(total, clipped / max(tokens, 1), self.step().gradient_norm)
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from async_rl.config.schema import Config
 from async_rl.services.trainer.logits import Logits, logits_of
-from async_rl.services.trainer.packing import Pack, packs, shares
+from async_rl.services.trainer.packing import Pack, packs, share_of_packs
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
+from async_rl.services.trainer.sharding import computing_device, gathered_no_more, prepare
 from async_rl.services.trainer.sharing import share_prompts
 
 Read = Callable[[Pack, Logits], Sequence[Tensor]]
@@ -31,6 +32,8 @@ class Network:
         self._capacity = config.trainer.micro_batch_tokens
         self._logits_bytes = config.trainer.logits_bytes
         share_prompts(model)
+        prepare(model, config, self._ranks)
+        self.device = computing_device(model, self._ranks)
 
     def logits(self, pack: Pack) -> Logits:
         """[A, V], where each action token of `pack` was sampled."""
@@ -49,12 +52,12 @@ class Network:
             inputs["routing"] = pack.routing
         return logits_of(self.model, inputs, pack.predict, self._logits_bytes)
 
-    def share(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Those that this rank passes."""
-        if self._ranks.size == 1:
-            return list(samples)
+    def packs(self, samples: Sequence[Sample]) -> list[Pack]:
+        """Those of `samples` that this rank passes, in as many micro-batches as every rank."""
+        if self._ranks.shares == 1:
+            return packs(samples, self._capacity)
         width = self.model.config.get_text_config().hidden_size
-        return shares(samples, self._ranks.size, self._capacity, width)[self._ranks.rank]
+        return share_of_packs(samples, self._ranks.share, self._ranks.shares, self._capacity, width)
 
     @torch.no_grad()
     def read(self, samples: Sequence[Sample], what: Read, columns: int) -> Tensor:
@@ -63,11 +66,13 @@ class Network:
         starts = torch.tensor([0, *[len(sample.action) for sample in samples]]).cumsum(0)
         found = torch.zeros(columns, int(starts[-1]), dtype=torch.float64)
         numbered = [replace(sample, number=number) for number, sample in enumerate(samples)]
-        for pack in packs(self.share(numbered), self._capacity):
-            pack = pack.to(self.model.device)
+        for pack in self.packs(numbered):
+            pack = pack.to(self.device)
             made = torch.stack([column.double() for column in what(pack, self.logits(pack))]).cpu()
-            where = torch.cat([torch.arange(int(starts[n]), int(starts[n + 1])) for n in pack.numbers])
-            found[:, where] = made
+            if self._ranks.counts and not pack.idle:
+                where = torch.cat([torch.arange(int(starts[n]), int(starts[n + 1])) for n in pack.numbers])
+                found[:, where] = made
+        gathered_no_more(self.model)
         return self._ranks.sum_(found)
 
     def logprobs(self, samples: Sequence[Sample]) -> Tensor:

@@ -59,6 +59,7 @@ class Pack(Columns):
     routing: Tensor | None  # [T, layers, k] int, experts of each token of the row, or -1
     outcomes: Tensor  # [S] float32
     numbers: list[int]  # of the S trajectories, as in Sample
+    idle: bool = False  # passed for the sake of the other ranks: nothing of it counts
 
     def to(self, device: torch.device) -> "Pack":
         """The same on `device`."""
@@ -87,16 +88,31 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 def packs(samples: Sequence[Sample], capacity: int) -> list[Pack]:
     """`samples` in micro-batches of at most `capacity` tokens (trainer.micro_batch_tokens)."""
+    return [pack(own) for own in micro_batches(samples, capacity)]
+
+
+def micro_batches(samples: Sequence[Sample], capacity: int) -> list[list[Sample]]:
+    """What goes into each of `packs`."""
     parts = [part for family in families(samples) for part in _cut(family, capacity)]
     bins = first_fit_decreasing([_tokens(part) for part in parts], capacity)
-    return [pack([sample for p in members for sample in parts[p]]) for members in bins]
+    return [[sample for p in members for sample in parts[p]] for members in bins]
 
 
-def shares(samples: Sequence[Sample], ranks: int, capacity: int, width: int) -> list[list[Sample]]:
-    """`samples` for each of `ranks`, evenly by what passes over them cost. Members of a group that fit into one
+def share_of_packs(samples: Sequence[Sample], share: int, shares: int, capacity: int, width: int) -> list[Pack]:
+    """The packs of one of `shares`, as many as of every other: where an exchange between ranks is a part of a pass,
+    those with fewer pass idle ones in the end. What is passed at the same time costs about the same."""
+    everyone = [micro_batches(own, capacity) for own in shared_out(samples, shares, capacity, width)]
+    mine = sorted(everyone[share], key=lambda own: -sum(_cost(family, width) for family in families(own)))
+    missing = max(len(own) for own in everyone) - len(mine)
+    shortest = min(samples, key=lambda sample: len(sample.tokens), default=None)
+    return [pack(own) for own in mine] + [replace(pack([shortest]), idle=True) for _ in range(missing) if shortest]
+
+
+def shared_out(samples: Sequence[Sample], shares: int, capacity: int, width: int) -> list[list[Sample]]:
+    """`samples` in `shares`, evenly by what passes over them cost. Members of a group that fit into one
     micro-batch stay together, so that their prompt is computed once. width: of the model's states."""
     parts = [part for family in families(samples) for part in _cut(family, capacity)]
-    chosen = balanced([_cost(part, width) for part in parts], ranks)
+    chosen = balanced([_cost(part, width) for part in parts], shares)
     return [[sample for p in members for sample in parts[p]] for members in chosen]
 
 

@@ -66,7 +66,7 @@ class Policy(Trained):
             figures = [part.loss, inside.sum(), entropy[inside].sum(), part.clipped[inside].sum()]
             return part.loss, torch.stack([*figures, part.reference_kl[inside].sum(), part.weights[inside].sum()])
 
-        passed = self.share([sample for sample in samples if objective.needs_pass(sample)])
+        passed = [sample for sample in samples if objective.needs_pass(sample)]
         total, tokens, entropy, clipped, reference_kl, weight = self.minimise(passed, loss, figures=6)
         stepped = self.step()
         return Update(
@@ -91,6 +91,7 @@ class Policy(Trained):
     def _over_ranks(self, own: Mismatch) -> Mismatch:
         if self._ranks.size == 1:
             return own
+        own = own if self._ranks.counts else Mismatch.none()
         extent = self._ranks.max_(torch.tensor([float(len(own.sums)), own.max_ratio], dtype=torch.float64))
         padded = (own + Mismatch(torch.zeros(int(extent[0]), 5, dtype=torch.float64), 0.0)).sums
         return Mismatch(self._ranks.sum_(padded), float(extent[1]))

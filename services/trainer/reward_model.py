@@ -46,5 +46,5 @@ class RewardModel(Trained):
             part = outcome_loss(sums, pack.outcomes.double(), self._beta).sum() / max(count, 1)
             return part, torch.stack([part, ((sums > 0) == (pack.outcomes > 0.5)).sum()])
 
-        total, right = self.minimise(self.share(trained), loss, figures=2)
+        total, right = self.minimise(trained, loss, figures=2)
         return OutcomeUpdate(total, right / max(count, 1), self.step().gradient_norm)

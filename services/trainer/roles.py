@@ -15,10 +15,11 @@ from async_rl.config.algorithms import GAE, PRIME
 from async_rl.config.schema import Config, Model
 from async_rl.errors import UserError
 from async_rl.models.load import load_policy
+from async_rl.services.trainer import lora
 from async_rl.services.trainer.critic import Critic, value_model
 from async_rl.services.trainer.network import Network
 from async_rl.services.trainer.policy import Policy
-from async_rl.services.trainer.ranks import Ranks
+from async_rl.services.trainer.ranks import Ranks, sharded
 from async_rl.services.trainer.reward_model import RewardModel
 from async_rl.services.trainer.trained import Trained
 
@@ -35,7 +36,7 @@ class Roles:
     @classmethod
     def load(cls, config: Config, first: Model, ranks: Ranks | None = None) -> "Roles":
         """A policy that begins as `first`, and the others."""
-        return cls.around(Policy(load_policy(first, device=config.trainer.device), config, ranks), config, first, ranks)
+        return cls.around(Policy(lora.load(config, first), config, ranks), config, first, ranks)
 
     @classmethod
     def around(cls, policy: Policy, config: Config, first: Model, ranks: Ranks | None = None) -> "Roles":
@@ -45,8 +46,10 @@ class Roles:
         roles = cls(policy, kl=settings.kl.coefficient if settings.kl is not None else 0.0)
         prime = settings.advantage if isinstance(settings.advantage, PRIME) else None
 
-        def load(key: str, path: str | None) -> object:
-            model = load_policy(_at(first, path), device=config.trainer.device)
+        def load(key: str, path: str | None, *, learns: bool = False) -> object:
+            chosen = lora.in_trained_dtype(_at(first, path), config) if learns else _at(first, path)
+            device = "cpu" if sharded(config.trainer) else config.trainer.device
+            model = load_policy(chosen, device=device)
             theirs, ours = model.config.vocab_size, policy.model.config.vocab_size
             if theirs != ours:
                 raise UserError(f"{key} = '{path}' has a vocabulary of {theirs} tokens, the policy one of {ours}")
@@ -55,10 +58,12 @@ class Roles:
         if settings.kl is not None or prime is not None:
             roles.reference = Network(load("algorithm.reference.path", settings.reference.path), config, ranks)
         if isinstance(settings.advantage, GAE):
-            roles.critic = Critic(value_model(load("algorithm.critic.path", settings.critic.path)), config, ranks)
+            roles.critic = Critic(
+                value_model(load("algorithm.critic.path", settings.critic.path, learns=True)), config, ranks
+            )
         if prime is not None:
             roles.reward_model = RewardModel(
-                load("algorithm.reference.path", settings.reference.path), config, prime, ranks
+                load("algorithm.reference.path", settings.reference.path, learns=True), config, prime, ranks
             )
         if settings.teacher is not None:
             roles.teacher = Network(load("algorithm.teacher.path", settings.teacher.path), config, ranks)

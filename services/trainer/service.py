@@ -2,9 +2,9 @@
 run made since then, with the same draws and nothing published. Then, for each step of the run
 
     draw        wait for the batch, at most trainer.draw_wait_s      unblocked by the buffer
-    update      in a thread of its own, so that heartbeats go on
+    update      when it has the device; in a thread of its own, so that heartbeats go on
     finish      the buffer has the step durably: the version rises   before anyone can see the weights
-    publish     to the relay, never to a rollout
+    publish     to the relays, never to a rollout
     evaluate, checkpoint where due
 
 A publication that fails leaves the receivers on the version they have; the run goes on.
@@ -26,7 +26,7 @@ from async_rl.actor.service import Service
 from async_rl.config.modes import bounds
 from async_rl.config.schema import Config
 from async_rl.errors import AsyncRLError, DeadlineExceeded, InvariantError, PeerRefused, PublicationError
-from async_rl.models.load import load_tokenizer, trainable
+from async_rl.models.load import trainable
 from async_rl.protocol.buffer import (
     Begin,
     Begun,
@@ -35,7 +35,6 @@ from async_rl.protocol.buffer import (
     BufferRequest,
     Checkpointed,
     Close,
-    Cursor,
     DataCursor,
     DataEnded,
     Draw,
@@ -48,13 +47,16 @@ from async_rl.protocol.buffer import (
 )
 from async_rl.protocol.control import ControlReply, ControlRequest, Stop
 from async_rl.protocol.weight_sync import Fence, WeightSyncReply, WeightSyncRequest
-from async_rl.services.trainer.checkpoint import Checkpoints
+from async_rl.services.trainer import lora
 from async_rl.services.trainer.concerns import Concerns
 from async_rl.services.trainer.evaluation import Evaluations
 from async_rl.services.trainer.metrics import EvaluationRecord, MetricsFile, step_record
-from async_rl.services.trainer.roles import Roles
-from async_rl.services.trainer.step import train_step
+from async_rl.services.trainer.orders import Load, Save, Step
+from async_rl.services.trainer.placement import turns
 from async_rl.services.trainer.summary import summary, write
+from async_rl.services.trainer.team import Team
+from async_rl.weights.order import Order, Outcome
+from async_rl.weights.relays import folder_of, relay_names
 from async_rl.weights.writer import Publisher
 
 POLL_S = 2.0  # of a long poll: how late an ordered stop is noticed
@@ -77,28 +79,47 @@ class TrainerService(Service):
 
     async def work(self) -> None:
         buffer = self.remote("buffer", BufferRequest, BufferReply)
-        relay = self.remote("weight_sync", WeightSyncRequest, WeightSyncReply)
+        relays = {name: self._relay(name) for name in relay_names(self.config)}
         # One thread for all of torch's work: the number of torch threads is a thread's own setting.
         with ThreadPoolExecutor(1, "trainer", torch.set_num_threads, (self.config.trainer.threads,)) as thread:
-            async with buffer, relay:
-                await self._work(buffer, relay, thread)
+            self._thread, self._team = thread, Team(self.config, self.run.checkpoints, self.run.logs)
+            try:
+                async with buffer, contextlib.AsyncExitStack() as entered:
+                    for relay in relays.values():
+                        await entered.enter_async_context(relay)
+                    await self._work(buffer, relays)
+            except BaseException:
+                self._team.kill()
+                raise
+            await self._in_thread(self._team.close)
 
-    async def _work(self, buffer: Remote, relay: Remote, thread: ThreadPoolExecutor) -> None:
-        config, self._thread = self.config, thread
+    def _relay(self, name: str) -> Remote:
+        return self.remote("weight_sync", WeightSyncRequest, WeightSyncReply, name=lambda: name)
+
+    async def _work(self, buffer: Remote, relays: dict[str, Remote]) -> None:
+        config, team = self.config, self._team
+        self._stage = "waiting for the ranks"
+        await self._in_thread(team.__enter__)
         self._stage = "loading the model"
-        self._checkpoints = Checkpoints(self.run.checkpoints, config.trainer.keep_checkpoints)
-        cursor = await self._in_thread(self._load)
+        self._device = turns(config, self.run, lambda: team.work.loaded, self._in_thread)
+        async with self._device.turn():
+            await self._in_thread(lambda: team.do(Load(trainable(config.model, self.run.path / "policy"))))
+        self.version, cursor = team.work.version, team.work.cursor
         self._epoch = self.run.next_trainer_epoch()
         self._stage = "telling the others that it begins"
-        await relay.ask(Fence(self._epoch))
+        await asyncio.gather(*(relay.ask(Fence(self._epoch)) for relay in relays.values()))
         begun: Begun = await buffer.ask(Begin(self._epoch, self.version, cursor))
         self._metrics.go_on(begun.version)
         self._started = time.monotonic() - self._metrics.wall_s
         self._publisher = Publisher(
-            relay,
+            relays,
+            config.weight_sync,
             epoch=self._epoch,
-            bucket_bytes=config.weight_sync.bucket_bytes,
-            publish_s=config.weight_sync.publish_s,
+            ranks=config.trainer.ranks,
+            everywhere=self._everywhere if config.trainer.ranks > 1 else None,
+            dtype=config.model.dtype if config.trainer.dtype and config.model.lora is None else None,
+            folder=folder_of(config, self.run),
+            peers=[address for name in relays if (address := self._address_of(name))],
         )
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self._publisher.announce_forever(), name="announcing weights")
@@ -112,7 +133,7 @@ class TrainerService(Service):
                 await self._close(buffer, evaluations, ended)
             announcing.cancel()
         if not self.stopping.is_set():
-            await self._dismiss(relay, ended)
+            await asyncio.gather(*(self._dismiss(name, relay, ended) for name, relay in relays.items()))
         self._stage = "done"
 
     async def _make_again(self, buffer: Remote, version: int) -> None:
@@ -187,14 +208,16 @@ class TrainerService(Service):
                     return reason
                 case NotYet(reason=reason):
                     self._stage = f"waiting for a draw: {reason}"
-                    if self._published < self.version:  # nothing may come until the rollouts have it
+                    # nothing may come until the rollouts have it
+                    if self._published < self.version or self._publisher.lacking:
                         await self._publish(self.version)
         return "stopped"
 
     async def _step(self, drawn: Drawn, asked: float) -> None:
-        began = time.monotonic()
-        result = await self._in_thread(lambda: train_step(drawn, self._roles, self.config))
-        now = time.monotonic()
+        async with self._device.turn():
+            began = time.monotonic()
+            result = await self._in_thread(lambda: self._team.do(Step(drawn)))
+            now = time.monotonic()
         record = step_record(
             drawn,
             result,
@@ -211,11 +234,15 @@ class TrainerService(Service):
 
     async def _publish(self, version: int) -> None:
         try:
-            await self._publisher.publish(version, self._roles.policy.model)
+            model = self._team.work.roles.policy.model
+            await self._publisher.publish(version, lora.published(model), lora.info(model))
             self._published = version
         except PublicationError as error:
             self._failed_publications += 1
             log.warning("version %d was not published, receivers stay on theirs: %s", version, error)
+
+    async def _everywhere(self, order: Order) -> list[Outcome]:
+        return await asyncio.to_thread(self._team.carry_out, order)
 
     async def _whenever_due(self, buffer: Remote, evaluations: Evaluations) -> None:
         """An evaluation and a checkpoint of this version, where the settings ask for them."""
@@ -233,10 +260,8 @@ class TrainerService(Service):
         if place is not None and place.cursor.version != self.version:
             raise InvariantError(f"the buffer is at version {place.cursor.version}, the trainer at {self.version}")
         cursor = None if place is None else place.cursor
-        path = await self._in_thread(
-            lambda: self._checkpoints.save(self._roles, self._tokenizer, self.config, self.version, cursor)
-        )
-        await self._ask(buffer, Checkpointed(self._checkpoints.versions[0], self._epoch))
+        path: Path = await self._in_thread(lambda: self._team.do(Save(self.version, cursor)))
+        await self._ask(buffer, Checkpointed(self._team.work.checkpoints.versions[0], self._epoch))
         return path
 
     async def _leave(self, buffer: Remote, evaluations: Evaluations) -> None:
@@ -271,13 +296,13 @@ class TrainerService(Service):
         write(self.run.summary, final)
         await buffer.ask(Close(ended))
 
-    async def _dismiss(self, relay: Remote, ended: str) -> None:
-        """The relay may go. One that is gone already makes no failure of a run that is complete."""
+    async def _dismiss(self, name: str, relay: Remote, ended: str) -> None:
+        """A relay may go. One that is gone already makes no failure of a run that is complete."""
         try:
             async with asyncio.timeout(self.config.services.stop_s / 2):
                 await relay.ask(Stop(f"the run is over: {ended}"))
         except (TimeoutError, AsyncRLError) as error:
-            log.warning("weight_sync was not told of the end: %s", error or "it is gone")
+            log.warning("%s was not told of the end: %s", name, error or "it is gone")
 
     async def _ask(self, buffer: Remote, message: Any) -> Any:
         """The buffer's answer; None where an ordered stop has taken the buffer away already."""
@@ -289,18 +314,6 @@ class TrainerService(Service):
                 raise
             log.warning("no answer from the buffer: %s", error or "it is gone")
             return None
-
-    def _load(self) -> Cursor | None:
-        """The policy of the newest checkpoint, else the model that the run begins with; where the data stood."""
-        first = trainable(self.config.model, self.run.path / "policy")
-        resumed = self._checkpoints.resume(self.config, first)
-        if resumed is not None:
-            self._roles, self._tokenizer, self.version = resumed.roles, resumed.tokenizer, resumed.state.version
-            log.info("goes on from the checkpoint of version %d", self.version)
-            return resumed.state.cursor
-        self._roles = Roles.load(self.config, first)
-        self._tokenizer, self.version = load_tokenizer(first), 0
-        return None
 
     def _evaluated(self, report: EvaluationReport) -> None:
         record = EvaluationRecord.of(report, time.monotonic() - self._started)

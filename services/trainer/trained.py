@@ -9,12 +9,13 @@ import msgspec
 import torch
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from async_rl.config.schema import Config, Trainer
 from async_rl.errors import AsyncRLError
 from async_rl.services.trainer.logits import Logits
 from async_rl.services.trainer.network import Network
-from async_rl.services.trainer.packing import Pack, packs
+from async_rl.services.trainer.packing import Pack
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
 from async_rl.services.trainer.schedule import learning_rate
@@ -47,20 +48,26 @@ class Trained(Network):
         self.updates = 0
         self._settings, self._total, self._name = settings, total, name
         self._skipped_in_row = 0
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = _adamw(self._parameters, settings)
 
     def minimise(
-        self, share: Sequence[Sample], loss: Callable[[Pack, Logits], tuple[Tensor, Tensor]], figures: int
+        self, samples: Sequence[Sample], loss: Callable[[Pack, Logits], tuple[Tensor, Tensor]], figures: int
     ) -> list[float]:
-        """Backward passes over this rank's `share`: the gradient of the sum of `loss`, which gives for a micro-batch
-        and its logits its part of the loss, and so many figures. The figures, summed over all ranks."""
+        """Backward passes over `samples`, of which this rank takes its share: the gradient of the sum of `loss`, which
+        gives for a micro-batch and its logits its part of the loss, and so many figures. The figures, summed over all
+        ranks."""
         sums = torch.zeros(figures, dtype=torch.float64)
-        for pack in packs(share, self._capacity):
-            pack = pack.to(self.model.device)
-            part, of_pack = loss(pack, self.logits(pack))
+        for pack in self.packs(samples):
+            pack = pack.to(self.device)
+            logits = self.logits(pack)
+            if pack.idle:
+                part = 0 * logits.read(_some)[0].sum()
+            else:
+                part, of_pack = loss(pack, logits)
+                if self._ranks.counts:
+                    sums += of_pack.detach().to("cpu", torch.float64)
             part.backward()  # type: ignore[no-untyped-call]
-            sums += of_pack.detach().to("cpu", torch.float64)
         found: list[float] = self._ranks.sum_(sums).tolist()
         return found
 
@@ -70,7 +77,7 @@ class Trained(Network):
         One that is not finite leaves weights and optimizer as they were; AsyncRLError after trainer.max_nonfinite of
         them in a row.
         """
-        norm = self._reduce_gradients()
+        norm = self._norm()
         rate = learning_rate(self.updates, self._total, self._settings)
         number, self.updates = self.updates, self.updates + 1
         skipped = None
@@ -81,7 +88,7 @@ class Trained(Network):
         elif math.isfinite(norm):
             self._skipped_in_row = 0
             if norm > self._settings.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, self._settings.max_grad_norm, torch.tensor(norm))
+                torch._foreach_mul_(self._gradients(), self._settings.max_grad_norm / norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
@@ -97,24 +104,26 @@ class Trained(Network):
             )
         return Stepped(norm, rate, skipped)
 
-    def _reduce_gradients(self) -> float:
-        """Gradients summed over the ranks; their global norm.
-
-        A parameter without one gets zeros: another rank may have one.
-        """
+    def _gradients(self) -> list[Tensor]:
+        """This rank's parts of them; zeros where there is none."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._ranks.sum_(parameter.grad)
-        return float(torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]))
+        return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+
+    def _norm(self) -> float:
+        """The global norm of the gradients."""
+        norm = torch.nn.utils.get_total_norm(self._gradients()).to("cpu", torch.float64)
+        if self._ranks.mesh is None:
+            return float(norm)
+        return math.sqrt(float(self._ranks.sum_(norm**2)))
 
     def _nonfinite(self) -> str:
         """Names the gradients that are not finite."""
-        names = [
-            name
-            for name, p in self.model.named_parameters()
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-        ]
+        found = [not bool(torch.isfinite(gradient).all()) for gradient in self._gradients()]
+        somewhere = self._ranks.sum_(torch.tensor(found, dtype=torch.int64)).tolist()
+        learning = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        names = [name for name, ranks in zip(learning, somewhere, strict=True) if ranks]
         if not names:
             return "the norm of the gradient overflows"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -142,6 +151,15 @@ class Trained(Network):
         for name, value in tensors.items():
             owner, _, what = name.rpartition("/")
             self._optimizer.state[parameters[owner]][what] = value.to(parameters[owner].device)
+
+
+def _some(logits: Tensor) -> tuple[Tensor]:
+    return (logits.sum(-1),)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of `tensor`, the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def weights_checksum(model: Any) -> str:

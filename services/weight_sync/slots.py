@@ -57,6 +57,15 @@ class SlotTable:
     def readers(self) -> int:
         return len(self._tickets)
 
+    @property
+    def writing(self) -> int | None:
+        """The slot that the trainer was given last, until its version is visible."""
+        return self._writing
+
+    def holds(self, version: int, epoch: int) -> bool:
+        """Whether `version` of the trainer of `epoch` is visible."""
+        return self._is_visible(version, epoch)
+
     def visible(self) -> tuple[int, Manifest] | None:
         """(slot, manifest) of the visible version."""
         return self._visible

@@ -6,6 +6,7 @@ One engine for the whole file, since each takes ten seconds to start; every test
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,9 +46,10 @@ def llama(seed=0, *, tied=True, vocabulary=128):
 class Given:
     """Weights in a slot, as a subscriber hands them out."""
 
-    def __init__(self, folder, model, version):
+    def __init__(self, folder, model, version, lora=None):
         layout, data = packed(model)
-        self.version, self.manifest = version, seal(layout, data, version=version, epoch=0)
+        self.version = version
+        self.manifest = msgspec.structs.replace(seal(layout, data, version=version, epoch=0), lora=lora)
         self.path = str(folder / f"slot-{version}")
         (folder / f"slot-{version}").write_bytes(data)
         self._data = data
@@ -61,18 +63,18 @@ class Given:
 
 
 class Bench:
-    """The engine, and a loop that its tests share."""
+    """The engine of `model`, and a loop that its tests share."""
 
-    def __init__(self, folder, tied):
-        self.tied, self.folder, self.runner = tied, folder, asyncio.Runner()
-        llama(0, tied=tied).save_pretrained(folder / "model")
-        self.engine = self.run(self._start(), 180)
+    def __init__(self, folder, model, lora=None):
+        self.tied, self.folder, self.runner = model.config.tie_word_embeddings, folder, asyncio.Runner()
+        model.save_pretrained(folder / "model")
+        self.engine = self.run(self._start(lora), 180)
 
-    async def _start(self):
+    async def _start(self, lora):
         from async_rl.services.rollout.vllm_engine import VLLMEngine as Engine
 
         settings = VLLMEngine(max_requests=32, kv_cache_bytes=2**26)
-        return await Engine.start(Model(path=str(self.folder / "model")), [END], settings)
+        return await Engine.start(Model(path=str(self.folder / "model"), lora=lora), [END], settings)
 
     def run(self, work, limit_s=60):
         async def bounded():
@@ -81,9 +83,9 @@ class Bench:
 
         return self.runner.run(bounded())
 
-    async def update(self, model, *, keep_cache=False):
+    async def update(self, model, *, lora=None, keep_cache=False):
         version = next(VERSIONS)
-        weights = Given(self.folder, model, version)
+        weights = Given(self.folder, model, version, lora)
 
         async def read(apply):
             await apply(weights)
@@ -100,7 +102,7 @@ class Bench:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def bench(request, tmp_path_factory):
-    made = Bench(tmp_path_factory.mktemp("vllm"), request.param)
+    made = Bench(tmp_path_factory.mktemp("vllm"), llama(0, tied=request.param))
     yield made
     made.run(made.engine.close())
     made.runner.close()
@@ -267,3 +269,25 @@ def test_equal_seeds_sample_alike(bench):
 
     first, second = bench.run(work())
     assert first == second
+
+
+def test_it_sleeps_and_wakes_and_is_updated_after(bench):
+    """On a CPU no memory moves, but the scheduler stands still until it wakes."""
+
+    async def body():
+        await bench.update(llama(3, tied=bench.tied))
+        before = await bench.sample()
+        await bench.engine.sleep()
+        waiting = asyncio.create_task(bench.sample())
+        done, _ = await asyncio.wait({waiting}, timeout=1.0)
+        assert not done
+        await bench.engine.wake()
+        again = await waiting
+        assert [made.tokens for made in again] == [made.tokens for made in before]
+        await bench.engine.sleep()
+        await bench.engine.wake()
+        await bench.update(llama(4, tied=bench.tied))
+        return (await bench.sample(1))[0]
+
+    made = bench.run(body())
+    close_to(made.logprobs, under(llama(4, tied=bench.tied), PROMPTS[0], made.tokens))

@@ -1,13 +1,10 @@
 """The real vLLM with a mixture of experts: weights that are published as stacks become its own."""
 
-import asyncio
-
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from async_rl.config.schema import Model, Sampling, VLLMEngine
-from tests.engines.test_vllm import END, PROMPTS, Given, close_to, under
+from tests.engines.test_vllm import END, PROMPTS, Bench, close_to, under
 
 pytestmark = pytest.mark.vllm
 
@@ -34,29 +31,21 @@ def mixture(seed):
     return Qwen3MoeForCausalLM(config).eval()
 
 
-def test_log_probabilities_are_those_of_the_newest_weights(tmp_path):
-    from async_rl.services.rollout.vllm_engine import VLLMEngine as Engine
+@pytest.fixture
+def bench(tmp_path):
+    made = Bench(tmp_path, mixture(0))
+    yield made
+    made.run(made.engine.close())
+    made.runner.close()
 
-    mixture(0).save_pretrained(tmp_path / "model")
 
-    async def main():
-        engine = await Engine.start(Model(path=str(tmp_path / "model")), [END], VLLMEngine(kv_cache_bytes=2**26))
-        try:
-            for version in (1, 2):
-                model = mixture(version)
-                given = Given(tmp_path, model, version)
+def test_log_probabilities_are_those_of_the_newest_weights(bench):
+    async def work(seed):
+        version = await bench.update(mixture(seed))
+        return version, await bench.sample()
 
-                async def read(apply, given=given):
-                    await apply(given)
-                    return given.version
-
-                async with asyncio.timeout(60):
-                    await engine.update(read)
-                    sampling = Sampling(max_new_tokens=12)
-                    done = await asyncio.gather(*(engine.generate(p, sampling, seed=i) for i, p in enumerate(PROMPTS)))
-                for prompt, one in zip(PROMPTS, done, strict=True):
-                    close_to(one.logprobs, under(model, prompt, one.tokens))
-        finally:
-            await engine.close()
-
-    asyncio.run(main())
+    for seed in (1, 2):
+        version, done = bench.run(work(seed))
+        for prompt, made in zip(PROMPTS, done, strict=True):
+            close_to(made.logprobs, under(mixture(seed), prompt, made.tokens))
+            assert {v for v, _ in made.versions} == {version}

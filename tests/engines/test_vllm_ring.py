@@ -57,6 +57,22 @@ def test_twenty_updates_and_the_mismatch_stays_small(
     assert ring.left_over(folder) == []
 
 
+def test_lora_the_sampler_has_the_adapters_that_the_trainer_has(warm: Path, tmp_path: Path) -> None:
+    """Field report 31, in a whole run: a sampler of the base model would show as a mismatch that grows."""
+    folder = tmp_path / "work"
+    shutil.copytree(warm, folder)
+    adapters = ["model.lora={rank=4, alpha=8.0}", "trainer.learning_rate=1e-2"]
+    given = [*SETTINGS, *adapters, "mode=sync", f"rollout.python={PYTHON}", "max_steps=12", "batch.groups=8"]
+    status, output = ring.run("train", "run.toml", *given, cwd=folder, timeout=300)
+    assert status == 0, output
+    steps = ring.steps(folder)
+    assert len(steps) == 12 and len({step["gradient_norm"] for step in steps}) > 6
+    fresh = [step["mismatch_by_lag"]["0"][1] for step in steps]
+    print("mismatch KL (k3) at lag 0, step by step (lora):", [f"{k3:.1e}" for k3 in fresh])
+    assert max(fresh) < 1e-8
+    assert ring.left_over(folder) == []
+
+
 def test_a_worker_that_is_killed_leaves_no_engine_and_the_run_goes_on(warm: Path, tmp_path: Path) -> None:
     """Field report 54, of an engine with processes of its own."""
     folder = tmp_path / "work"

@@ -21,6 +21,7 @@ from async_rl.protocol.buffer import (
     LeaseReplies,
     LeaseReply,
     Leases,
+    Leave,
     Sampled,
     Started,
     Withdraw,
@@ -41,7 +42,8 @@ from async_rl.protocol.weight_sync import (
 from async_rl.rundir import RunDir
 from async_rl.services.rollout.service import RolloutService
 from async_rl.trajectory import Task
-from async_rl.weights.manifest import plan, seal
+from async_rl.weights.draft import layout_of
+from async_rl.weights.manifest import seal
 
 
 def settings(runs, **tables):
@@ -81,6 +83,7 @@ class Buffer:
         self.ended = False
         self.patient = False  # an Acquire is answered with leases, or when it is withdrawn
         self.withdrawn = 0
+        self.left = False
         self._group = 0
 
     def offer(self, count=1, *, members=2, exact=None, greedy=False, prompt="question", answer="right"):
@@ -106,6 +109,9 @@ class Buffer:
                 return Leases()
             case Withdraw():
                 self.withdrawn += 1
+                return Done()
+            case Leave():
+                self.left = True
                 return Done()
             case Started(lease=lease, version=version):
                 if lease.group in self.refuse_start:
@@ -193,10 +199,10 @@ def checksum_of(data):
 
 
 def packed(model):
-    """The layout of `model` and its bytes."""
-    layout = plan(model, 2**20)
+    """The layout of `model`, a module or names and tensors, and its bytes."""
+    layout = layout_of(model, 2**20)
     data = bytearray(layout.nbytes)
-    tensors = model.state_dict()
+    tensors = model if isinstance(model, dict) else model.state_dict()
     for entry in layout.tensors:
         raw = np.ascontiguousarray(tensors[entry.name].detach().numpy()).tobytes()
         data[entry.offset : entry.offset + entry.nbytes] = raw

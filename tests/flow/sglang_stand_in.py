@@ -29,7 +29,8 @@ class StandIn:
         self.calls, self.bodies = [], []
         self.version, self.paused, self.flushes_refused = "default", "", 0
         self.running, self.loaded, self.refuse_weights = {}, [], ""
-        self.address = ""
+        self.address, self.released = "", False
+        self.arguments = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         self._go = asyncio.Event()
         self._go.set()
 
@@ -37,6 +38,8 @@ class StandIn:
     async def serve(self):
         application = web.Application(client_max_size=2**26)
         routes = ["generate", "pause_generation", "continue_generation", "flush_cache", "abort_request"]
+        routes += ["release_memory_occupation", "resume_memory_occupation"]
+        application.router.add_get("/server_info", self.server_info)
         for name in [*routes, "update_weights_from_disk"]:
             application.router.add_post(f"/{name}", self._checked(getattr(self, name)))
         runner = web.AppRunner(application, shutdown_timeout=0.1)
@@ -113,6 +116,19 @@ class StandIn:
         self.paused = ""
         self._go.set()
         return web.json_response({"status": "ok", "message": "Generation continued successfully."})
+
+    async def server_info(self, request):
+        return web.json_response(self.arguments)
+
+    async def release_memory_occupation(self, request, body):
+        assert not self.running  # the real one ends
+        self.released = True
+        return web.Response()
+
+    async def resume_memory_occupation(self, request, body):
+        assert self.released
+        self.released = False
+        return web.Response()
 
     async def flush_cache(self, request, body):
         if self.flushes_refused:

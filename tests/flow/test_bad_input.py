@@ -87,7 +87,7 @@ def test_a_port_in_use_is_named_by_its_setting(folder: Path) -> None:
     [
         (["serve", "bufer", "run.toml"], "invalid choice: 'bufer'"),
         (["serve", "buffer", "run.toml", "--index", "1"], "a run has one buffer"),
-        (["serve", "rollout", "run.toml", "--index", "4"], "rollout.workers = 1"),
+        (["serve", "rollout", "run.toml", "--index", "-1"], "numbered from 0"),
         (["train", "rum.toml"], "did you mean 'run.toml'"),
         (["eval", "run.toml", "--checkpoint", "nowhere"], "no such folder"),
         (["eval", "run.toml", "--samples", "0"], "--samples 0"),

@@ -10,7 +10,7 @@ import torch
 
 from async_rl.config.schema import Sampling
 from async_rl.config.schema import SGLangEngine as Settings
-from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError
+from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError, UserError
 from async_rl.models.routers import Layout
 from async_rl.services.rollout.engine import Draft
 from async_rl.services.rollout.sglang_engine import SGLangEngine, routing_of
@@ -182,6 +182,30 @@ def test_a_server_that_is_gone_and_a_flush_that_is_never_granted():
         return server.paused
 
     assert with_engine(body, request_s=0.3) == ""
+
+
+def test_it_sleeps_once_nothing_runs_and_wakes():
+    async def body(engine, server):
+        server.flushes_refused = 2
+        await engine.sleep()
+        assert server.released
+        await engine.wake()
+        assert not server.released
+        return (await engine.generate([100], Sampling(max_new_tokens=2))).tokens, server.calls
+
+    tokens, calls = with_engine(body)
+    assert tokens == [101, 102]
+    assert calls[-5:] == [*["/flush_cache"] * 2, "/release_memory_occupation", "/resume_memory_occupation", "/generate"]
+
+
+def test_a_server_that_would_lose_its_weights_asleep_is_refused():
+    async def body(engine, server):
+        server.arguments["enable_weights_cpu_backup"] = False
+        with pytest.raises(UserError, match=r"start the SGLang server at .* with --enable-weights-cpu-backup$"):
+            await engine.sleep()
+        assert not server.released
+
+    with_engine(body)
 
 
 @pytest.mark.parametrize("incremental", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 RANK = """
-import dataclasses, datetime, json, sys
+import dataclasses, json, sys
 sys.path.insert(0, sys.argv[4])
 import torch
 torch.set_num_threads(1)
@@ -18,16 +18,16 @@ from async_rl.algorithms.aggregation import token_mean, weighted_sum
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.network import Network
 from async_rl.services.trainer.policy import Policy
-from async_rl.services.trainer.ranks import Ranks
+from async_rl.services.trainer.ranks import join
+
+def sums(role):
+    parameters = [p.detach() for p in role.model.parameters()]
+    return [float((p.full_tensor() if hasattr(p, "full_tensor") else p).abs().sum()) for p in parameters]
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
-ranks = Ranks(rank, size)
-if size > 1:
-    torch.distributed.init_process_group(
-        "gloo", init_method="file://" + sys.argv[3], rank=rank, world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-config = configuration()
+trainer = {"learning_rate": 0.01, "ranks": size, "micro_batch_tokens": 24, **json.loads(sys.argv[5])}
+config = configuration(trainer=trainer)
+ranks = join(config.trainer, rank, torch.distributed.FileStore(sys.argv[3], size))
 objective = Objective.of(config)
 both = [sample(trajectory([1], [2] * count)) for count in (2, 6)]
 totals = objective.totals(both)
@@ -41,7 +41,7 @@ ahead = configuration(algorithm={
     "loss": {"kind": "clip_cov", "share": 0.2, "low": 0.0, "high": 9.0},
     "correction": {"weights": {"normalize": True}, "rejections": [{"kind": "m2po", "tau": 1.0}]},
     "kl": {"coefficient": 0.1},
-})
+}, trainer=trainer)
 other = Policy(tiny_llama(1), ahead, ranks)
 reference = Network(tiny_llama(2), ahead, ranks)
 for seed in range(3):
@@ -54,21 +54,21 @@ print(json.dumps({
     "clipped": looked.clipped,
     "reference_kl": looked.reference_kl,
     "weight": looked.weight,
-    "other_weights": [float(p.detach().abs().sum()) for p in other.model.parameters()],
+    "other_weights": sums(other),
     "mean": mean,
     "loss": update.loss,
     "norm": update.gradient_norm,
     "tokens": update.tokens,
     "k3": update.mismatch.k3,
     "ratio": update.mismatch.max_ratio,
-    "weights": [float(p.detach().abs().sum()) for p in policy.model.parameters()],
+    "weights": sums(policy),
 }))
 """
 
 
-def start(rank, size, store):
+def start(rank, size, store, **trainer):
     unit = Path(__file__).parent.parent / "unit"
-    command = [sys.executable, "-c", RANK, str(rank), str(size), str(store), str(unit)]
+    command = [sys.executable, "-c", RANK, str(rank), str(size), str(store), str(unit), json.dumps(trainer)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

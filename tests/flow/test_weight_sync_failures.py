@@ -7,11 +7,12 @@ import signal
 import pytest
 import torch
 
+from async_rl.config.schema import WeightSync
 from async_rl.errors import PublicationError
 from async_rl.protocol.control import GetStatus, Stop
 from async_rl.protocol.weight_sync import Fence, WeightSyncReply, WeightSyncRequest
 from async_rl.rundir import RunDir
-from async_rl.weights import writer
+from async_rl.weights import shm, writer
 from async_rl.weights.reader import Subscriber
 from async_rl.weights.writer import Publisher
 from tests.flow.actor_material import Echo, Process, run, settings, until
@@ -37,7 +38,7 @@ async def ends(runs):
 
 
 def publisher(remote, epoch=1, publish_s=20.0):
-    return Publisher(remote, epoch=epoch, bucket_bytes=4096, publish_s=publish_s)
+    return Publisher({"weight_sync": remote}, WeightSync(bucket_bytes=4096, publish_s=publish_s), epoch=epoch)
 
 
 async def weights_of(subscriber, have=-1):
@@ -148,7 +149,7 @@ def test_a_relay_that_lost_its_slots_is_served_again_without_the_model(tmp_path)
 
 
 def test_a_relay_killed_between_offer_and_commit_does_not_lose_the_publication(tmp_path, monkeypatch):
-    write = writer._write
+    write = shm.write
 
     async def main():
         loop, writing, go = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
@@ -164,7 +165,7 @@ def test_a_relay_killed_between_offer_and_commit_does_not_lose_the_publication(t
             with Process("relay", tmp_path) as relay:
                 await until(relay.announced)
                 await source.publish(0, Model(0))
-                monkeypatch.setattr(writer, "_write", slow)
+                monkeypatch.setattr(shm, "write", slow)
                 publishing = asyncio.create_task(source.publish(1, Model(1)))
                 await writing.wait()
                 relay.kill()

@@ -21,7 +21,7 @@ from async_rl.protocol.weight_sync import (
 )
 from async_rl.services.weight_sync import service as relay_module
 from async_rl.services.weight_sync.service import WeightSyncService
-from async_rl.weights import writer
+from async_rl.weights import shm
 from async_rl.weights.reader import Subscriber
 from async_rl.weights.slot import Maps
 from async_rl.weights.writer import Publisher
@@ -88,9 +88,7 @@ class Host:
         return await self._stack.enter_async_context(remote)
 
     async def publisher(self, epoch=1):
-        sync = self.config.weight_sync
-        remote = await self.connect("trainer")
-        return Publisher(remote, epoch=epoch, bucket_bytes=sync.bucket_bytes, publish_s=sync.publish_s)
+        return Publisher({"weight_sync": await self.connect("trainer")}, self.config.weight_sync, epoch=epoch)
 
     async def subscriber(self, worker="rollout-0", incarnation="one"):
         return Subscriber(await self.connect(worker), worker, incarnation)
@@ -173,23 +171,23 @@ def test_hundreds_of_tensors_take_one_offer_and_one_commit(tmp_path, monkeypatch
 
 def test_a_damaged_publication_leaves_the_old_version_and_the_next_one_works(tmp_path, monkeypatch):
     # field reports 27, 30 and 35
-    write = writer._write
+    write = shm.write
 
-    def damaged(layout, model, buffer, version, epoch):
-        manifest = write(layout, model, buffer, version, epoch)
-        buffer[manifest.nbytes - 1] ^= 1
-        return manifest
+    def damaged(delivery, rank, source, slot):
+        checksums = write(delivery, rank, source, slot)
+        slot[delivery.nbytes - 1] ^= 1
+        return checksums
 
     async def main():
         async with Host(tmp_path, "weight_sync.bucket_bytes=1000") as host:
             publisher, subscriber = await host.publisher(), await host.subscriber()
             await publisher.publish(0, Model(0))
-            monkeypatch.setattr(writer, "_write", damaged)
+            monkeypatch.setattr(shm, "write", damaged)
             with pytest.raises(PublicationError, match=r"version 1: checksum of bucket \d+ is wrong"):
                 await publisher.publish(1, Model(1))
             assert (await host.status()).version == 0
             assert await subscriber.fetch(0, 0.1) is None
-            monkeypatch.setattr(writer, "_write", write)
+            monkeypatch.setattr(shm, "write", write)
             await publisher.publish(2, Model(2))
             received = await subscriber.fetch(0, 5.0)
             rollout = Model(9)
@@ -384,7 +382,7 @@ def test_the_relay_answers_while_it_verifies(tmp_path, monkeypatch):
 
 def test_a_deadline_in_the_middle_of_writing_is_named_and_the_next_publication_works(tmp_path, monkeypatch):
     # field report 27: the error surfaces within the time-out, and the next publication works
-    write = writer._write
+    write = shm.write
 
     async def main():
         loop, go = asyncio.get_running_loop(), asyncio.Event()
@@ -396,10 +394,10 @@ def test_a_deadline_in_the_middle_of_writing_is_named_and_the_next_publication_w
         async with Host(tmp_path, "weight_sync.publish_s=0.5") as host:
             publisher = await host.publisher()
             await publisher.publish(0, Model(0))
-            monkeypatch.setattr(writer, "_write", slow)
+            monkeypatch.setattr(shm, "write", slow)
             with pytest.raises(PublicationError, match=r"version 1 .* \(weight_sync.publish_s = 0.5\)"):
                 await publisher.publish(1, Model(1))
-            monkeypatch.setattr(writer, "_write", write)
+            monkeypatch.setattr(shm, "write", write)
             assert (await host.status()).version == 0
             go.set()
             await publisher.publish(2, Model(2))
@@ -418,7 +416,7 @@ def test_a_repeat_of_the_same_publication_writes_nothing(tmp_path):
             await publisher.publish(3, Model(0))
             await publisher.publish(3, Model(0))
             assert (await host.status()).detail["published"] == 1
-            last = publisher._last
+            last = publisher._lines[0].last
             assert await host.remote.ask(Commit(last.manifest, last.path)) == Visible(3)
 
     run(main())

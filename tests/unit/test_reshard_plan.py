@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import PublicationError
-from async_rl.services.weight_sync import layouts
-from async_rl.services.weight_sync.boxes import Box, merged
-from async_rl.services.weight_sync.plan import Parameter, Shard, Want, copies, plan, report, wants_of
+from async_rl.weights import layouts
+from async_rl.weights.boxes import Box, merged
+from async_rl.weights.plan import Parameter, Shard, Want, copies, plan, report, wants_of
 
 ITEMSIZE = 4
 HEAD = 2  # head size

@@ -470,3 +470,41 @@ def test_who_waits_for_a_prompt_goes_on_when_the_first_is_cancelled():
         return await asyncio.gather(*rest)
 
     assert [len(c.tokens) for c in with_engine(body, ends=(), page_size=16)] == [4, 4]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_asleep_it_holds_no_cache_and_awake_it_samples_as_before(tied):
+    sampling, model = Sampling(max_new_tokens=12), llama(tied=tied)
+
+    async def body(engine):
+        async def sample():
+            made = await asyncio.gather(*(engine.generate(p, sampling, seed=k) for k, p in enumerate(PROMPTS)))
+            return [one.tokens for one in made]
+
+        before, parameters, sums = await sample(), list(model.parameters()), engine.checksums()
+        places = [p.data_ptr() for p in parameters]
+        await engine.sleep()
+        assert engine._cache.cache_tensor.untyped_storage().nbytes() == 0
+        waiting = asyncio.create_task(engine.generate(PROMPTS[0], sampling, seed=0))
+        await asyncio.sleep(0.3)  # the generation thread goes round meanwhile
+        assert not waiting.done()
+        await engine.wake()
+        assert (await waiting).tokens == before[0]
+        assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+        assert [p.data_ptr() for p in parameters] != places
+        assert engine.checksums() == sums
+        assert await sample() == before
+        await engine.update(reader(weights_of(llama(7, tied=tied), 1)))  # reaches the weights where they are now
+        await engine.sleep()
+        await engine.wake()
+        after, other = await engine.generate(PROMPTS[0], sampling), llama(7, tied=tied)
+        close_to(after.logprobs, forward_logprobs(other, PROMPTS[0], after.tokens))
+
+    with_engine(body, model=model)
+
+
+def test_it_can_be_closed_asleep():
+    async def body(engine):
+        await engine.sleep()
+
+    with_engine(body)

@@ -110,3 +110,14 @@ def test_weights_that_are_refused_leave_all_as_they_were():
         return [engine.version for engine in engines], made.versions[0][0]
 
     assert several(body) == ([1, 1, 1], 1)
+
+
+def test_all_sleep_and_wake_together():
+    async def body(together, engines):
+        states = []
+        for act in (together.sleep, together.wake):
+            await act()
+            states.append([engine.asleep for engine in engines])
+        return states
+
+    assert several(body) == [[True] * 3, [False] * 3]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.services.trainer.balance import balanced
-from async_rl.services.trainer.packing import shares
+from async_rl.services.trainer.packing import shared_out
 from tests.unit.trainer_material import random_samples, sample, trajectory
 
 costs = st.lists(st.floats(0, 100), max_size=7)
@@ -48,13 +48,13 @@ def test_differencing_beats_taking_turns():
 def test_every_sample_has_one_rank(seed, count, ranks, capacity):
     given = random_samples(count, seed)
     numbers = {id(one): number for number, one in enumerate(given)}
-    found = [[numbers[id(one)] for one in share] for share in shares(given, ranks, capacity, 16)]
+    found = [[numbers[id(one)] for one in share] for share in shared_out(given, ranks, capacity, 16)]
     assert sorted(itertools.chain.from_iterable(found)) == list(range(count))
 
 
 def test_a_group_that_fits_stays_together():
     groups = [[sample(trajectory([g, 1, 2, 3], [m, m, m])) for m in range(4)] for g in range(4)]
-    found = shares([one for group in groups for one in group], 2, 64, 16)
+    found = shared_out([one for group in groups for one in group], 2, 64, 16)
     assert [len({int(one.prompt[0]) for one in share}) for share in found] == [2, 2]
 
 
@@ -64,5 +64,5 @@ def test_a_long_sequence_weighs_by_its_attention():
     long = sample(trajectory([0], [1] * 1023))
     short = [sample(trajectory([k % 13, k], [2] * 62)) for k in range(48)]
     for width, together in ((16, 1), (10**6, 17)):
-        found = shares([long, *short], 2, 64, width)
+        found = shared_out([long, *short], 2, 64, width)
         assert [len(share) for share in found if any(one is long for one in share)] == [together]

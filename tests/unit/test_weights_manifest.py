@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import PublicationError
-from async_rl.protocol.weight_sync import Bucket
-from async_rl.weights import writer
+from async_rl.protocol.weight_sync import Bucket, Delivery, Shared
+from async_rl.weights import shm
+from async_rl.weights.draft import draft, layout_of
 from async_rl.weights.manifest import (
     ALIGNMENT,
     DTYPE_BYTES,
@@ -16,12 +17,13 @@ from async_rl.weights.manifest import (
     check_buckets,
     check_layout,
     check_names,
+    clear_gaps,
     gaps,
-    plan,
     seal,
     shapes_of,
     spans,
 )
+from async_rl.weights.source import Source
 
 
 class Head(torch.nn.Module):
@@ -39,17 +41,27 @@ class Head(torch.nn.Module):
 
 
 def sealed(model, bucket_bytes=100, version=3):
-    layout = plan(model, bucket_bytes)
+    layout = layout_of(model, bucket_bytes)
     buffer = bytearray(layout.nbytes)
-    manifest = writer._write(layout, model, buffer, version, 1)
-    return manifest, buffer
+    return write(layout, model, buffer, version, bucket_bytes), buffer
+
+
+def write(layout, model, buffer, version, bucket_bytes):
+    """What a trainer of one rank does with a slot in shared memory."""
+    pieces = draft(model, 1, ["relay"], bucket_bytes, None).pieces["relay"]
+    delivery = Delivery(version, 1, layout.nbytes, layout.tensors, pieces, bucket_bytes, -1, Shared(""))
+    clear_gaps(layout.tensors, buffer)
+    sums = shm.write(delivery, 0, Source(model, layout.tensors), buffer)
+    known = dict(zip(layout.spans, sums, strict=True))
+    assert seal(layout, buffer, version=version, epoch=1, known=known) == seal(layout, buffer, version=version, epoch=1)
+    return seal(layout, buffer, version=version, epoch=1, known=known)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_name_is_covered_and_tied_ones_are_stored_once(tied):
     # field report 29: the head's copy goes stale, or a redundant update raises a false alarm
     model = Head(tied)
-    layout = plan(model, 64)
+    layout = layout_of(model, 64)
     manifest = seal(layout, bytearray(layout.nbytes), version=0, epoch=1)
     assert set(shapes_of(manifest)) == set(model.state_dict())
     assert aliases_of(manifest) == ({"lm_head.weight": "embed.weight"} if tied else {})
@@ -83,10 +95,10 @@ def test_offsets_are_aligned_and_the_gaps_between_are_zero():
 
 def test_equal_weights_have_equal_checksums_whatever_lay_in_the_slot_before():
     model = Head(tied=True)
-    layout = plan(model, 100)
+    layout = layout_of(model, 100)
     clean, dirty = bytearray(layout.nbytes), bytearray(b"\xff" * layout.nbytes)
-    first = writer._write(layout, model, clean, 1, 1)
-    second = writer._write(layout, model, dirty, 1, 1)
+    first = write(layout, model, clean, 1, 100)
+    second = write(layout, model, dirty, 1, 100)
     assert first.buckets == second.buckets
 
 
@@ -110,7 +122,8 @@ def test_buckets_tile_the_slot(nbytes, bucket_bytes):
     covered = 0
     for offset, size in spans(nbytes, bucket_bytes):
         assert offset == covered
-        assert 0 < size <= bucket_bytes
+        assert 0 < size <= max(bucket_bytes, ALIGNMENT)
+        assert offset % ALIGNMENT == 0
         covered += size
     assert covered == nbytes
 
@@ -121,7 +134,7 @@ def test_one_changed_byte_is_found_in_its_bucket_and_nowhere_else(where, change)
     manifest, buffer = sealed(Head(tied=True))
     at = where % manifest.nbytes
     buffer[at] ^= change
-    assert check_buckets(manifest, buffer) == [at // 100]
+    assert check_buckets(manifest, buffer) == [at // ALIGNMENT]
 
 
 def test_a_slot_that_is_too_short_fails_in_every_bucket_that_it_cuts():
@@ -133,15 +146,15 @@ def test_a_slot_that_is_too_short_fails_in_every_bucket_that_it_cuts():
 def test_a_fused_projection_split_across_buckets_is_covered_by_all_of_them():
     # field report 28: fused projections split across chunks keep old weights silently
     model = Head(tied=False)
-    manifest, buffer = sealed(model, bucket_bytes=100)
+    manifest, buffer = sealed(model, bucket_bytes=128)
     entry = next(e for e in manifest.tensors if e.name == "qkv.weight")
-    assert entry.nbytes > 3 * 100
+    assert entry.nbytes > 3 * 128
     with torch.no_grad():
         model.qkv.weight.add_(1)
-    fresh, _ = sealed(model, bucket_bytes=100)
+    fresh, _ = sealed(model, bucket_bytes=128)
     old = [bucket.checksum for bucket in manifest.buckets]
     changed = [k for k, bucket in enumerate(fresh.buckets) if bucket.checksum != old[k]]
-    assert changed == list(range(entry.offset // 100, (entry.offset + entry.nbytes - 1) // 100 + 1))
+    assert changed == list(range(entry.offset // 128, (entry.offset + entry.nbytes - 1) // 128 + 1))
     assert check_buckets(fresh, buffer) == changed
 
 
@@ -191,8 +204,8 @@ def test_missing_unexpected_and_misshapen_names_are_each_one_line():
 
 def test_what_has_no_bytes_cannot_be_planned():
     with pytest.raises(PublicationError, match="without tensors"):
-        plan(torch.nn.Module(), 100)
+        layout_of(torch.nn.Module(), 100)
     with pytest.raises(PublicationError, match="meta"):
-        plan(torch.nn.Linear(2, 2, device="meta"), 100)
+        layout_of(torch.nn.Linear(2, 2, device="meta"), 100)
     with pytest.raises(PublicationError, match="complex64"):
-        plan(torch.nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), 100)
+        layout_of(torch.nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), 100)

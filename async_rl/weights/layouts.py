@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from async_rl.errors import PublicationError
-from async_rl.services.weight_sync.boxes import Box
+from async_rl.weights.boxes import Box
 
 
 class Part(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from async_rl.errors import PublicationError
-from async_rl.services.weight_sync.boxes import Box, cells, merged
-from async_rl.services.weight_sync.layouts import Target
+from async_rl.weights.boxes import Box, cells, merged
+from async_rl.weights.layouts import Target
 
 
 class Parameter(NamedTuple):

@@ -1,0 +1,32 @@
+"""What the ranks of a trainer ask of the settings. Pure."""
+
+from collections.abc import Iterator
+
+from async_rl.config.schema import Config
+
+
+def rank_problems(config: Config) -> Iterator[str]:
+    """One line each."""
+    settings = config.trainer
+    ranks, local = settings.ranks, settings.local_ranks
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    if settings.sequence_parallel not in divisors:
+        yield (
+            f"trainer.sequence_parallel = {settings.sequence_parallel} does not divide trainer.ranks = {ranks}; "
+            f"one of {divisors}"
+        )
+    if local is not None and local > ranks:
+        yield f"trainer.local_ranks = {local}: there are trainer.ranks = {ranks}"
+    if local is not None and local < ranks and not settings.rendezvous:
+        yield (
+            f"trainer.local_ranks = {local} of {ranks}: the others need trainer.rendezvous = 'HOST:PORT', an address "
+            "of this host that they can reach"
+        )
+    host, _, port = settings.rendezvous.rpartition(":")
+    if settings.rendezvous and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        yield f"trainer.rendezvous = '{settings.rendezvous}': HOST:PORT, as 10.0.0.1:29500"
+
+
+def first_remote(config: Config) -> int:
+    """The first rank that the leading one does not start."""
+    return config.trainer.local_ranks or config.trainer.ranks
