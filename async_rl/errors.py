@@ -11,6 +11,7 @@ AsyncRLError
  ├─ WorkRevoked          a lease that is no longer ours
  ├─ EngineFault          the sampler's engine failed one request
  ├─ EngineDied           the sampler's engine is gone, and every request with it
+ ├─ RankLost             a rank of the trainer is gone, and its part of the weights with it
  ├─ PublicationError     a version of the weights that did not become visible
  ├─ InvariantError       a promise of the design does not hold: a defect, never swallowed
  ├─ ServiceFailed        a service of the run ended with an error
@@ -71,6 +72,12 @@ class EngineFault(AsyncRLError):
 
 class EngineDied(AsyncRLError):
     pass
+
+
+class RankLost(AsyncRLError):
+    """Whoever watches the process starts it anew."""
+
+    exit_status = 75
 
 
 class PublicationError(AsyncRLError):

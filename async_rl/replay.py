@@ -6,22 +6,21 @@ It stands above the services: what the buffer wrote, the trainer's step gets.
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from async_rl.buffers import store
 from async_rl.buffers.journal.archive import Archive
 from async_rl.config import Config, bounds
 from async_rl.errors import AsyncRLError, JournalDamaged, UserError
-from async_rl.models.load import load_tokenizer, trainable
+from async_rl.models.load import trainable
 from async_rl.protocol.buffer import Drawn
 from async_rl.rundir import RunDir
-from async_rl.services.trainer import lora
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.metrics import MetricsFile, StepRecord, step_record
-from async_rl.services.trainer.policy import Policy
-from async_rl.services.trainer.roles import Roles
-from async_rl.services.trainer.step import train_step
-from async_rl.services.trainer.trained import weights_checksum
+from async_rl.services.trainer.orders import Checksum, LoadVersion, Save, Step
+from async_rl.services.trainer.team import Team
 
 
 class Recorded:
@@ -62,18 +61,17 @@ class Recorded:
 
 
 class Start(NamedTuple):
-    version: int
-    name: str
-    roles: Roles
-    tokenizer: Any
+    name: str  # of the weights
+    load: LoadVersion
 
 
 def start(run: RunDir, settings: Config, config: Config, begin: int, out: Path) -> Start:
     """The weights that the steps from `begin` on can be made with: the run's first ones, else those of its oldest
     checkpoint that is young enough. settings: the run's; config: the replay's. UserError without any."""
     first = trainable(config.model, out / "policy")
+    theirs = msgspec.to_builtins(settings)
     if begin == 0:
-        return Start(0, settings.model.path, Roles.load(config, first), load_tokenizer(first))
+        return Start(settings.model.path, LoadVersion(first, "", -1, theirs))
     checkpoints = Checkpoints(run.checkpoints, settings.trainer.keep_checkpoints)
     version = next((version for version in checkpoints.versions if version >= begin), None)
     if version is None:
@@ -81,21 +79,16 @@ def start(run: RunDir, settings: Config, config: Config, begin: int, out: Path) 
             f"{run.journal} begins with step {begin}, and no checkpoint in {run.checkpoints} is of version {begin} or "
             "later (journal.keep, trainer.keep_checkpoints)"
         )
-    path = checkpoints.path(version)
-    roles, tokenizer, _ = checkpoints.load(version, settings, first)
-    if config != settings:  # the same weights and optimizer, under other settings; other roles begin anew
-        policy = Policy(lora.load(config, first, path), config)
-        policy.go_on(roles.policy.progress, roles.policy.optimizer_tensors())
-        roles = Roles.around(policy, config, first)
-    return Start(version, str(path), roles, tokenizer)
+    folder = str(run.checkpoints.resolve())
+    return Start(str(checkpoints.path(version)), LoadVersion(first, folder, version, theirs))
 
 
 class Replay:
-    """begun: where it starts. out: the folder that it writes into."""
+    """By the ranks of `team`, which has its weights. out: the folder of its metrics."""
 
-    def __init__(self, begun: Start, config: Config, out: Path) -> None:
-        self.version = begun.version
-        self._roles, self._tokenizer, self._config, self._out = begun.roles, begun.tokenizer, config, out
+    def __init__(self, team: Team, config: Config, out: Path) -> None:
+        self.version = team.work.version
+        self._team, self._config = team, config
         self._metrics = MetricsFile(out / "metrics.jsonl")
         self._began = time.monotonic()
 
@@ -104,7 +97,7 @@ class Replay:
         asked = time.monotonic()
         drawn = recorded.drawn(self.version)
         began = time.monotonic()
-        result = train_step(drawn, self._roles, self._config)
+        result = self._team.do(Step(drawn))
         now = time.monotonic()
         record = step_record(
             drawn,
@@ -122,7 +115,7 @@ class Replay:
     @property
     def weights(self) -> str:
         """Their checksum."""
-        return weights_checksum(self._roles.policy.model)
+        return str(self._team.do(Checksum()))
 
     def equals(self, checkpoints: Checkpoints) -> bool:
         """Whether the run has a checkpoint of this version; AsyncRLError where its weights are others."""
@@ -138,4 +131,6 @@ class Replay:
 
     def save(self) -> Path:
         """A checkpoint of this version."""
-        return Checkpoints(self._out / "checkpoints", 1).save(self._roles, self._tokenizer, self._config, self.version)
+        self._team.do(Save(self.version, None))
+        checkpoints = self._team.work.checkpoints
+        return checkpoints.finish() or checkpoints.path(self.version)

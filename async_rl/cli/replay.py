@@ -18,6 +18,7 @@ from async_rl.replay import Recorded, Replay, start
 from async_rl.rundir import RunDir, write_atomically
 from async_rl.services.trainer.checkpoint import Checkpoints
 from async_rl.services.trainer.metrics import StepRecord, mean
+from async_rl.services.trainer.team import Team
 from async_rl.supervisor.report import summary_table
 
 CHANGEABLE = ("trainer", "algorithm", "batch.mini_batches", "batch.epochs")
@@ -93,17 +94,19 @@ class Printed:
         torch.set_num_threads(self._config.trainer.threads)
         write_atomically(self._out / "run.toml", to_toml(self._config))
         begun = start(self._run, self._settings, self._config, recorded.begin, self._out)
-        end = recorded.end if steps is None else min(recorded.end, begun.version + steps)
-        self._say(f"{self._run.path}: versions {begun.version} to {end} again, from {begun.name}")
-        work, began = Replay(begun, self._config, self._out), time.monotonic()
-        try:
-            while work.version < end:
-                self._step(work, recorded, end)
-        finally:
-            saved = work.save()
-        self._console.print(
-            summary_table(self._rows(work, saved, time.monotonic() - began), f"replay of {self._run.path}")
-        )
+        began = time.monotonic()
+        with Team(self._config, self._out / "checkpoints", self._out / "logs") as team:
+            team.do(begun.load)
+            work = Replay(team, self._config, self._out)
+            end = recorded.end if steps is None else min(recorded.end, work.version + steps)
+            self._say(f"{self._run.path}: versions {work.version} to {end} again, from {begun.name}")
+            try:
+                while work.version < end:
+                    self._step(work, recorded, end)
+            finally:
+                saved = work.save()
+            rows = self._rows(work, saved, time.monotonic() - began)
+        self._console.print(summary_table(rows, f"replay of {self._run.path}"))
 
     def _step(self, work: Replay, recorded: Recorded, end: int) -> None:
         record = work.step(recorded)

@@ -10,9 +10,8 @@ from async_rl.actor.service import Service, run_service
 from async_rl.cli.resume import keep_config
 from async_rl.config import Config, load
 from async_rl.config.ranks import first_remote, rank_problems
-from async_rl.errors import ConfigError, UserError
+from async_rl.errors import ConfigError, RankLost, UserError
 from async_rl.rundir import RunDir
-from async_rl.supervisor.verdict import LOST
 from async_rl.weights.relays import relay_names
 
 ELASTIC = ("rollout", "reward")
@@ -49,7 +48,7 @@ def serve_rank(config: Config, service: str, rank: int) -> int:
 
     host, _, port = config.trainer.rendezvous.rpartition(":")
     status = follow(host, int(port), rank, config, config.services.connect_s)
-    if status == LOST:  # torch's groups cannot be made anew in the same process
+    if status == RankLost.exit_status:  # torch's groups cannot be made anew in the same process
         os.execv(sys.executable, [sys.executable, "-m", "async_rl.cli.main", *sys.argv[1:]])
     return status
 

@@ -9,12 +9,14 @@ def rank_problems(config: Config) -> Iterator[str]:
     """One line each."""
     settings = config.trainer
     ranks, local = settings.ranks, settings.local_ranks
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    if settings.sequence_parallel not in divisors:
+    sequence, tensor = settings.sequence_parallel, settings.tensor_parallel
+    if ranks % (sequence * tensor):
         yield (
-            f"trainer.sequence_parallel = {settings.sequence_parallel} does not divide trainer.ranks = {ranks}; "
-            f"one of {divisors}"
+            f"trainer.sequence_parallel = {sequence} times trainer.tensor_parallel = {tensor} does not divide "
+            f"trainer.ranks = {ranks}; ranks are a multiple of {sequence * tensor}"
         )
+    if tensor > 1 and config.model.lora is not None:
+        yield f"trainer.tensor_parallel = {tensor} with model.lora: adapters are not cut; leave it at 1"
     if local is not None and local > ranks:
         yield f"trainer.local_ranks = {local}: there are trainer.ranks = {ranks}"
     if local is not None and local < ranks and not settings.rendezvous:

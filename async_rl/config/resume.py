@@ -14,6 +14,15 @@ FREE = (
     "staleness.max",
     "trainer.checkpoint_every",
     "trainer.keep_checkpoints",
+    "trainer.checkpoint_s",
+    "trainer.recompute",
+    "trainer.offload",
+    "trainer.ranks",
+    "trainer.sequence_parallel",
+    "trainer.tensor_parallel",
+    "trainer.local_ranks",
+    "trainer.rendezvous",
+    "trainer.collective_s",
     "trainer.threads",
     "trainer.draw_wait_s",
     "rollout",
@@ -29,7 +38,8 @@ FREE = (
     "journal",
     "services",
 )
-"""Keys that neither what is trained nor how depends on; staleness.max is kept in the journal."""
+"""Keys that neither what is trained nor how depends on, but for the order of sums; staleness.max is kept in the
+journal."""
 
 
 class Difference(NamedTuple):

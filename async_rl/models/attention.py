@@ -80,8 +80,8 @@ def register() -> str:
     return NAME
 
 
-def use_packed_attention(model: Any) -> str:
-    """Set `model` to packed attention; the name of the implementation.
+def use_packed_attention(model: Any, dtype: torch.dtype | None = None) -> str:
+    """Set `model` to packed attention; the name of the implementation. dtype: that it computes in; None: its own.
 
     Forward passes then take `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` beside input_ids
     [1, T] and position_ids [1, T] that begin at 0 with each sequence. On CUDA with the flash-attn package and
@@ -89,7 +89,8 @@ def use_packed_attention(model: Any) -> str:
     """
     from transformers.utils.import_utils import is_flash_attn_2_available
 
-    if model.device.type == "cuda" and model.dtype != torch.float32 and is_flash_attn_2_available():
+    half = (dtype or model.dtype) in (torch.bfloat16, torch.float16)
+    if model.device.type == "cuda" and half and is_flash_attn_2_available():
         model.set_attn_implementation("flash_attention_2")
         return "flash_attention_2"
     # The public setter would look for a downloadable kernel of that name.

@@ -13,12 +13,12 @@ Once the run is ending (its summary is written, or it is being stopped) any end 
 
 from typing import Literal
 
+from async_rl.errors import RankLost
+
 Verdict = Literal["over", "ignore", "restart", "fatal"]
 
 RESTARTABLE = ("rollout", "reward", "weight-sync")
 USER_STATUS = 2
-LOST = 75
-"""Of a trainer whose ranks are no longer all there."""
 
 
 def verdict(
@@ -33,7 +33,7 @@ def verdict(
         return "ignore"
     if service == "trainer" and status == 0:
         return "over"
-    killed = status < 0 or (service == "trainer" and status == LOST)
+    killed = status < 0 or (service == "trainer" and status == RankLost.exit_status)
     again = service in RESTARTABLE or (service in ("buffer", "trainer") and journal and killed)
     if status == USER_STATUS or not again:
         return "fatal"

@@ -2,8 +2,8 @@
 
 checkpoints/step-00000040/                  config, safetensors, tokenizer after 40 steps; with model.lora the
                                             adapter, as peft loads it, in place of the model
-checkpoints/step-00000040/trainer/          state.json, optimizer.safetensors; NAME.safetensors and
-                                            NAME_optimizer.safetensors of each role that learns beside the policy
+checkpoints/step-00000040/trainer/          state.json; the optimizers and the roles that learn beside the policy, as
+                                            torch.distributed.checkpoint has them: any number of ranks goes on from it
 checkpoints/latest                          the name of the newest
 checkpoints/damaged-step-00000040/          one that could not be read again
 """
@@ -11,27 +11,31 @@ checkpoints/damaged-step-00000040/          one that could not be read again
 import logging
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_file, save_model
+from torch.distributed import new_group
 
 from async_rl.config.load import parse
 from async_rl.config.resume import require_same_run
 from async_rl.config.schema import Config, Model
-from async_rl.errors import AsyncRLError, ConfigError, UserError
+from async_rl.errors import AsyncRLError, ConfigError, DeadlineExceeded, UserError
 from async_rl.models.load import load_tokenizer
 from async_rl.protocol.buffer import Cursor
 from async_rl.rundir import make_durable, write_atomically
 from async_rl.services.trainer import lora
+from async_rl.services.trainer.captured import capture, checksums, read, require_undamaged, write
 from async_rl.services.trainer.policy import Policy
+from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.roles import Roles
 from async_rl.services.trainer.trained import Progress, weights_checksum
 
-FORMAT = 1
+FORMAT = 2
 log = logging.getLogger(__name__)
 
 
@@ -43,6 +47,7 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kl: float  # coefficient of algorithm.kl, 0 without
     cursor: Cursor | None  # None: the buffer could not be asked; its journal knows
     weights: str  # policy.weights_checksum
+    files: dict[str, str]  # beside this one, with their xxh3_64
     config: dict[str, Any]
     format: int = FORMAT
 
@@ -54,10 +59,15 @@ class Resumed(NamedTuple):
 
 
 class Checkpoints:
-    """Those of the run whose folder of checkpoints is `folder`; the newest `keep` stay."""
+    """Those of the run whose folder of checkpoints is `folder`; the newest `keep` stay. One is written while training
+    goes on, in a thread of each rank, where all have their own. limit_s: until it must be written
+    (trainer.checkpoint_s)."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: int, ranks: Ranks | None = None, limit_s: float = 600.0) -> None:
+        self._folder, self._keep, self._ranks, self._limit_s = folder, keep, ranks or Ranks(), limit_s
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[Path] | None = None
+        self._group: Any = None  # of the ranks, apart from the one that training uses at the same time
 
     @property
     def versions(self) -> list[int]:
@@ -68,16 +78,59 @@ class Checkpoints:
     def path(self, version: int) -> Path:
         return self._folder / f"step-{version:08d}"
 
-    def save(self, roles: Roles, tokenizer: Any, config: Config, version: int, cursor: Cursor | None = None) -> Path:
-        """Write `roles` as they are after `version` steps. A kill in the middle leaves no folder of that name."""
-        target = self.path(version)
-        if version in self.versions:
-            return target
-        partial = self._folder / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        lora.save(roles.policy.model, partial)
-        tokenizer.save_pretrained(partial)
-        _save_state(partial / "trainer", roles, config, version, cursor)
+    def save(self, roles: Roles, tokenizer: Any, config: Config, version: int, cursor: Cursor | None = None) -> None:
+        """Begin to write `roles` as they are after `version` steps, which may change when this returns; on all ranks at
+        once. A kill in the middle leaves no folder of that name. Raises what became of the one before."""
+        self.finish()
+        if not bool(self._ranks.max_(torch.tensor(int(version not in self.versions)))):
+            return
+        if self._ranks.rank == 0:
+            shutil.rmtree(self._partial(version), ignore_errors=True)
+        if self._ranks.size > 1 and self._group is None:
+            self._group = new_group(backend="gloo", timeout=timedelta(seconds=self._limit_s))
+        model = roles.policy.model
+        captured = capture(roles, lora.saved(model), weights_checksum(model), self._ranks)
+
+        def write_it() -> Path:
+            partial = self._partial(version)
+            write(captured.parts, partial / "trainer", self._group)
+            if self._ranks.rank:
+                return self.path(version)
+            state = TrainerState(
+                version,
+                captured.progress,
+                captured.kl,
+                cursor,
+                captured.weights,
+                checksums(partial / "trainer"),
+                msgspec.to_builtins(config),
+            )
+            lora.save(model, captured.policy, partial)
+            tokenizer.save_pretrained(partial)
+            (partial / "trainer" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+            return self._complete(version)
+
+        self._writing = self._thread.submit(write_it)
+
+    def finish(self) -> Path | None:
+        """Where the one that was begun last is; None where none was begun since the last time. Raises what went wrong,
+        and DeadlineExceeded after trainer.checkpoint_s."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        try:
+            return writing.result(self._limit_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the checkpoint that is written", self._limit_s, "trainer.checkpoint_s") from None
+        except OSError as error:
+            raise AsyncRLError(f"the checkpoint could not be written: {error}") from None
+
+    def _partial(self, version: int) -> Path:
+        return self._folder / f".{self.path(version).name}.partial"
+
+    def _complete(self, version: int) -> Path:
+        """Show it under its name."""
+        partial, target = self._partial(version), self.path(version)
         _make_durable(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.replace(target)
@@ -97,7 +150,7 @@ class Checkpoints:
 
     def resume(self, config: Config, first: Model) -> Resumed | None:
         """The newest that is whole, ready to go on; None without any. What is damaged is put aside with a warning.
-        first: the model that the run began with.
+        first: the model that the run began with. On all ranks at once.
 
         ConfigError where it was made under settings that `config` must not change."""
         for version in reversed(self.versions):
@@ -108,46 +161,46 @@ class Checkpoints:
                 raise
             except (AsyncRLError, SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
                 aside = path.with_name(f"damaged-{path.name}")
+                if self._ranks.rank:
+                    continue
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
                 log.warning("%s cannot be read, an older checkpoint is taken: %s", aside, str(error).splitlines()[0])
         return None
 
-    def load(self, version: int, config: Config, first: Model) -> Resumed:
-        """Raises whatever a damaged file makes of it."""
+    def load(self, version: int, settings: Config, first: Model, config: Config | None = None) -> Resumed:
+        """Raises whatever a damaged file makes of it, on every rank. settings: what it was made under. config: what it
+        goes on under, where that is another; the roles beside the policy begin anew under another algorithm."""
         path, state = self.path(version), self.state(version)
-        require_same_run(parse(state.config, str(path / "trainer" / "state.json")), config)
+        require_same_run(parse(state.config, str(path / "trainer" / "state.json")), settings)
+        config = settings if config is None else config
+        self._require_undamaged(path / "trainer", state)
         model = msgspec.structs.replace(config.model, path=str(path))
         try:
-            policy = Policy(lora.load(config, first, path), config)
+            policy = Policy(lora.load(config, first, path), config, self._ranks)
         except ConfigError:
             raise
         except UserError as error:  # no mistake of the user's: it is the run's own folder
             raise AsyncRLError(str(error)) from None
         if weights_checksum(policy.model) != state.weights:
             raise AsyncRLError("its weights are not those that were written")
-        roles = Roles.around(policy, config, first)
-        roles.kl = state.kl
-        for name, role in roles.beside().items():
-            load_model(role.model, path / "trainer" / f"{name}.safetensors")
-            role.go_on(state.progress[name], load_file(path / "trainer" / f"{name}_optimizer.safetensors"))
-        tensors = load_file(path / "trainer" / "optimizer.safetensors")
-        torch.set_rng_state(tensors.pop("random"))
-        policy.go_on(state.progress["policy"], tensors)
+        roles = Roles.around(policy, config, first, self._ranks)
+        same = config.algorithm == settings.algorithm
+        if same:
+            roles.kl = state.kl
+        read(roles, state.progress, path / "trainer", beside=same)
         return Resumed(roles, load_tokenizer(model), state)
 
-
-def _save_state(folder: Path, roles: Roles, config: Config, version: int, cursor: Cursor | None) -> None:
-    folder.mkdir()
-    policy, progress = roles.policy, {"policy": roles.policy.progress}
-    save_file({"random": torch.get_rng_state(), **policy.optimizer_tensors()}, folder / "optimizer.safetensors")
-    for name, role in roles.beside().items():
-        progress[name] = role.progress
-        save_model(role.model, str(folder / f"{name}.safetensors"))
-        save_file(role.optimizer_tensors(), folder / f"{name}_optimizer.safetensors")
-    weights = weights_checksum(policy.model)
-    state = TrainerState(version, progress, roles.kl, cursor, weights, msgspec.to_builtins(config))
-    (folder / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    def _require_undamaged(self, folder: Path, state: TrainerState) -> None:
+        """Rank 0 looks."""
+        problem: AsyncRLError | None = None
+        if self._ranks.rank == 0:
+            try:
+                require_undamaged(folder, state.files)
+            except AsyncRLError as error:
+                problem = error
+        if bool(self._ranks.max_(torch.tensor(int(problem is not None)))):
+            raise problem or AsyncRLError(f"{folder}: rank 0 finds it damaged")
 
 
 def _make_durable(folder: Path) -> None:

@@ -22,12 +22,11 @@ from async_rl.actor.service import report_end
 from async_rl.config.load import parse
 from async_rl.config.resume import differences
 from async_rl.config.schema import Config
-from async_rl.errors import AsyncRLError, ConfigError, DeadlineExceeded
+from async_rl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RankLost
 from async_rl.services.trainer.orders import CarryOut, Leave, Orders
 from async_rl.services.trainer.ranks import join
-from async_rl.services.trainer.team import Failed, Told, answer, beat, failed, here, on_loopback
+from async_rl.services.trainer.team import Failed, Told, answer, beat, exchange_failed, failed, here, on_loopback
 from async_rl.services.trainer.work import Work
-from async_rl.supervisor.verdict import LOST
 
 dist: Any = torch.distributed  # whose stubs leave out what is used here
 BEAT_S = 1.0
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def follow(host: str, port: int, rank: int, own: Config | None = None, connect_s: float = 60.0) -> int:
-    """The exit status: 0 when it was told to leave, LOST when the leading rank is gone.
+    """The exit status: 0 when it was told to leave, that of RankLost when the leading rank is gone.
 
     own: the settings of this host, which must be those of the leading rank. connect_s: until that is there.
     """
@@ -46,7 +45,7 @@ def follow(host: str, port: int, rank: int, own: Config | None = None, connect_s
         return _follow(store, rank, own, on_loopback_host=host)
     except dist.DistNetworkError as error:
         log.error("%s: error: the leading rank is gone: %s", name, str(error).splitlines()[0])
-        return LOST
+        return RankLost.exit_status
     except BaseException as error:
         return report_end(name, error)
 
@@ -77,8 +76,10 @@ def _follow(store: Any, rank: int, own: Config | None, *, on_loopback_host: str)
         try:
             found = work.do(order)
         except Exception as error:  # told to the leading rank, which may find the same, and then says it itself
-            status = error.exit_status if isinstance(error, AsyncRLError) else 1
-            store.set(failed(rank), msgspec.json.encode(Failed(status, " ".join(str(error).split()))).decode())
+            cause = RankLost(str(error)) if exchange_failed(error) else error
+            status = cause.exit_status if isinstance(cause, AsyncRLError) else 1
+            end = Failed(rank, status, " ".join(str(error).split()))
+            store.set(failed(rank), msgspec.json.encode(end).decode())
             log.error("rank %d failed", rank, exc_info=error)
             time.sleep(config.trainer.collective_s)
             return status
@@ -98,7 +99,7 @@ def _live(store: Any, rank: int) -> None:
         except dist.DistError:
             log.error("trainer-%d: error: the leading rank is gone", rank)
             logging.shutdown()
-            os._exit(LOST)
+            os._exit(RankLost.exit_status)
         count += 1
         time.sleep(BEAT_S)
 

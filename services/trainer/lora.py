@@ -92,15 +92,23 @@ def published(model: Any) -> Any:
     return adapters(model) if hasattr(model, "peft_config") else model
 
 
-def save(model: Any, folder: Path) -> None:
-    """`model` as a folder that transformers loads, or its adapters as one that peft loads."""
+def saved(model: Any) -> dict[str, Tensor]:
+    """The tensors of `model` that a checkpoint has as files for other programs."""
+    return adapters(model) if hasattr(model, "peft_config") else model.state_dict(keep_vars=True)
+
+
+def save(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    """`model` as a folder that transformers loads, or its adapters as one that peft loads. tensors: those of `saved`,
+    whole and in the host's memory."""
     if not hasattr(model, "peft_config"):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=tensors)
         return
-    folder.mkdir(parents=True)
     model.peft_config[ADAPTER].save_pretrained(folder)
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapters(model).items()}
-    save_file(tensors, folder / TENSORS, {"format": "pt", "base": model.base_checksum})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / TENSORS,
+        {"format": "pt", "base": model.base_checksum},
+    )
 
 
 def _fill(model: Any, path: Path, base: str, where: str) -> None:

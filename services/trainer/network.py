@@ -13,6 +13,7 @@ from async_rl.services.trainer.logits import Logits, logits_of
 from async_rl.services.trainer.packing import Pack, packs, share_of_packs
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
+from async_rl.services.trainer.sequence import Spread, part_of
 from async_rl.services.trainer.sharding import computing_device, gathered_no_more, prepare
 from async_rl.services.trainer.sharing import share_prompts
 
@@ -31,15 +32,18 @@ class Network:
         self._temperature = config.sampling.temperature
         self._capacity = config.trainer.micro_batch_tokens
         self._logits_bytes = config.trainer.logits_bytes
-        share_prompts(model)
+        dtype, cut = getattr(torch, config.model.dtype), config.trainer.tensor_parallel
+        share_prompts(model, dtype, self._ranks.sequence, cut)
         prepare(model, config, self._ranks)
         self.device = computing_device(model, self._ranks)
 
     def logits(self, pack: Pack) -> Logits:
         """[A, V], where each action token of `pack` was sampled."""
+        group = self._ranks.sequence
+        row = pack if group is None else part_of(pack, group.rank(), group.size())
         inputs = {
-            "input_ids": pack.input_ids,
-            "position_ids": pack.position_ids,
+            "input_ids": row.input_ids,
+            "position_ids": row.position_ids,
             "expand": pack.expand,
             "collapse": pack.collapse,
             "cu_seq_lens_q": pack.cu_seq_lens,
@@ -49,8 +53,9 @@ class Network:
             "use_cache": False,
         }
         if self.replays:
-            inputs["routing"] = pack.routing
-        return logits_of(self.model, inputs, pack.predict, self._logits_bytes)
+            inputs["routing"] = row.routing
+        logits = logits_of(self.model, inputs, row.predict, self._logits_bytes)
+        return logits if isinstance(row, Pack) else Spread(logits, row.own, len(pack.predict), group)
 
     def packs(self, samples: Sequence[Sample]) -> list[Pack]:
         """Those of `samples` that this rank passes, in as many micro-batches as every rank."""

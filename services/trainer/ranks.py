@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 dist: Any = torch.distributed  # whose stubs leave out what is used here
-DATA, SEQUENCE = "data", "sequence"
-BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+DATA, SEQUENCE, TENSOR = "data", "sequence", "tensor"
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """mesh: [data, sequence] of all ranks; those along `sequence` pass the same micro-batches. None: one rank, whose
-    models are whole."""
+    """mesh: [data, sequence, tensor] of all ranks; those that differ in `data` pass other micro-batches. None: one
+    rank, whose models are whole."""
 
     rank: int = 0
     size: int = 1
@@ -48,14 +48,24 @@ class Ranks:
 
     @property
     def counts(self) -> bool:
-        """Whether what this rank finds goes into a total: of those that share a sequence one does."""
-        return self.mesh is None or self.mesh[SEQUENCE].get_local_rank() == 0
+        """Whether what this rank finds goes into a total: of those that pass the same one does."""
+        return self.mesh is None or not (self.mesh[SEQUENCE].get_local_rank() or self.mesh[TENSOR].get_local_rank())
+
+    @property
+    def tensor(self) -> "DeviceMesh | None":
+        """Those that share each matrix; None: every rank's layers are whole."""
+        return None if self.mesh is None or self.mesh[TENSOR].size() == 1 else self.mesh[TENSOR]
 
     def sum_(self, values: Tensor) -> Tensor:
         """`values` summed over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
+
+    def sum_over_tensor_(self, values: Tensor) -> None:
+        """`values` summed over those that share each matrix, in place."""
+        if self.tensor is not None:
+            dist.all_reduce(values, group=self.tensor.get_group())
 
     def max_(self, values: Tensor) -> Tensor:
         """The largest of each of `values` over the ranks, in place."""
@@ -86,5 +96,6 @@ def join(settings: Trainer, rank: int, store: Any = None) -> Ranks:
         world_size=settings.ranks,
         timeout=timedelta(seconds=settings.collective_s),
     )
-    shape = (settings.ranks // settings.sequence_parallel, settings.sequence_parallel)
-    return Ranks(rank, settings.ranks, dist.init_device_mesh(device.type, shape, mesh_dim_names=(DATA, SEQUENCE)))
+    inner = settings.sequence_parallel, settings.tensor_parallel
+    shape, names = (settings.ranks // (inner[0] * inner[1]), *inner), (DATA, SEQUENCE, TENSOR)
+    return Ranks(rank, settings.ranks, dist.init_device_mesh(device.type, shape, mesh_dim_names=names))

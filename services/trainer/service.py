@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +73,7 @@ class TrainerService(Service):
         self._metrics = MetricsFile(self.run.metrics)
         self._concerns, self._concern = Concerns(), ""
         self._failed_publications = 0
+        self._writing: asyncio.Task[None] | None = None  # of a checkpoint
         self._published = -1  # newest version that became visible
         self._started = time.monotonic()
 
@@ -122,6 +122,7 @@ class TrainerService(Service):
             peers=[address for name in relays if (address := self._address_of(name))],
         )
         async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
             announcing = tasks.create_task(self._publisher.announce_forever(), name="announcing weights")
             known = self._metrics.evaluations
             evaluations = Evaluations(buffer, tasks, self._evaluated, config.evaluation.wait_s, known)
@@ -252,28 +253,42 @@ class TrainerService(Service):
         if _due(self.version, config.trainer.checkpoint_every):
             await self._checkpoint(buffer)
 
-    async def _checkpoint(self, buffer: Remote) -> Path:
-        """Of this version, which the buffer has, too. Where an ordered stop has taken the buffer away, its journal
-        alone knows where the data stands."""
-        self._stage = f"writing the checkpoint of version {self.version}"
+    async def _checkpoint(self, buffer: Remote) -> None:
+        """Of this version, which the buffer has, too; it is written while training goes on. Where an ordered stop has
+        taken the buffer away, its journal alone knows where the data stands."""
+        await self._checkpoint_written()
+        self._stage = f"copying version {self.version} for a checkpoint"
         place: DataCursor | None = await self._ask(buffer, GetCursor())
         if place is not None and place.cursor.version != self.version:
             raise InvariantError(f"the buffer is at version {place.cursor.version}, the trainer at {self.version}")
         cursor = None if place is None else place.cursor
-        path: Path = await self._in_thread(lambda: self._team.do(Save(self.version, cursor)))
-        await self._ask(buffer, Checkpointed(self._team.work.checkpoints.versions[0], self._epoch))
-        return path
+        await self._in_thread(lambda: self._team.do(Save(self.version, cursor)))
+        self._writing = self._tasks.create_task(self._write(buffer), name="writing a checkpoint")
+
+    async def _write(self, buffer: Remote) -> None:
+        """The buffer may forget what came before a checkpoint when that is whole, and not earlier."""
+        checkpoints = self._team.work.checkpoints
+        await asyncio.to_thread(checkpoints.finish)
+        await self._ask(buffer, Checkpointed(checkpoints.versions[0], self._epoch))
+
+    async def _checkpoint_written(self) -> None:
+        if self._writing is not None:
+            self._stage = "waiting for the checkpoint"
+            await self._writing
 
     async def _leave(self, buffer: Remote, evaluations: Evaluations) -> None:
         """An ordered stop: the run goes on another time, so the buffer is not closed and there is no summary."""
         evaluations.cancel()
         if self.version:
             await self._checkpoint(buffer)
+            await self._checkpoint_written()
 
     async def _close(self, buffer: Remote, evaluations: Evaluations, ended: str) -> None:
         """Last checkpoint, last evaluation, summary; then the buffer may send the workers home."""
         wall_s = time.monotonic() - self._started
-        checkpoint = await self._checkpoint(buffer) if self.version else None
+        if self.version:
+            await self._checkpoint(buffer)
+            await self._checkpoint_written()
         if self.config.data.held_out and self.version:
             with contextlib.suppress(PeerRefused):  # a buffer that was closed from elsewhere
                 await evaluations.start(self.version)
@@ -291,7 +306,7 @@ class TrainerService(Service):
             failed_publications=self._failed_publications,
             wall_s=wall_s,
             generated_s=generated_s,
-            checkpoint=checkpoint,
+            checkpoint=self._team.work.checkpoints.path(self.version) if self.version else None,
         )
         write(self.run.summary, final)
         await buffer.ask(Close(ended))

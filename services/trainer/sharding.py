@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from async_rl.config.schema import Config
 from async_rl.services.trainer.ranks import DATA, SEQUENCE, Ranks
+from async_rl.services.trainer.tensor import cut
 
 
 def prepare(model: Any, config: Config, ranks: Ranks) -> None:
@@ -26,6 +27,8 @@ def prepare(model: Any, config: Config, ranks: Ranks) -> None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     if ranks.mesh is None:
         return
+    if ranks.tensor is not None:
+        cut(model, ranks.tensor)
     on_host = ranks.mesh.device_type == "cpu"
     how: dict[str, Any] = {
         "mesh": ranks.mesh[DATA] if ranks.sequence is None else ranks.mesh[DATA, SEQUENCE]._flatten("shards"),

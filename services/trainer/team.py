@@ -4,7 +4,8 @@
         result = team.do(Step(drawn))      # on every rank
 
 A rank that is lost cannot be replaced under way, since each holds a part of the weights: the leading process ends at
-once, with the status LOST, and the others with it. Whoever started it starts it anew, from the newest checkpoint.
+once, with the status of RankLost, and the others with it. Whoever started it starts it anew, from the newest
+checkpoint.
 """
 
 import contextlib
@@ -24,11 +25,10 @@ import torch.distributed
 from async_rl.actor.process import PARENT
 from async_rl.config.ranks import first_remote
 from async_rl.config.schema import Config
-from async_rl.errors import AsyncRLError, DeadlineExceeded, PublicationError
+from async_rl.errors import AsyncRLError, DeadlineExceeded, PublicationError, RankLost
 from async_rl.services.trainer.orders import CarryOut, Leave, Orders, ToDo
 from async_rl.services.trainer.ranks import Ranks, join
 from async_rl.services.trainer.work import Work
-from async_rl.supervisor.verdict import LOST
 from async_rl.weights.links import Hub
 from async_rl.weights.order import Order, Outcome
 
@@ -49,6 +49,7 @@ class Told(msgspec.Struct, frozen=True):
 class Failed(msgspec.Struct, frozen=True):
     """The end that a rank came to by itself."""
 
+    rank: int
     status: int
     reason: str
 
@@ -102,10 +103,17 @@ class Team:
 
     def do(self, order: ToDo) -> Any:
         """Have every rank do it; what this one found."""
-        if self._store is not None:
+        if self._store is None:
+            return self.work.do(order)
+        try:
             with self._giving:
                 self._orders.give(order)
-        return self.work.do(order)
+            return self.work.do(order)
+        except RuntimeError as error:
+            if not exchange_failed(error):
+                raise
+            time.sleep(SAME_S)  # for the watching thread to say which rank it was, and end this process
+            raise RankLost(f"an exchange between the ranks failed: {error}") from None
 
     def carry_out(self, order: Order) -> list[Outcome]:
         """A publication's order, on every rank of several; in any thread. PublicationError where one does not tell of
@@ -181,22 +189,27 @@ class Team:
     def _watch(self, store: Any) -> None:
         """End this process when a rank is lost: what it waits for in an exchange may never come."""
         pulse = Pulses(self._config.trainer.collective_s)
-        remote = [rank for rank in range(1, self._config.trainer.ranks) if rank not in self._children]
+        others = range(1, self._config.trainer.ranks)
         while not self._over.wait(WATCH_S):
-            for rank in range(1, self._config.trainer.ranks):
-                if store.check([failed(rank)]):
-                    end = msgspec.json.decode(store.get(failed(rank)), type=Failed)
-                    if not self._over.wait(SAME_S):
-                        self._end(end.status, f"rank {rank}: {end.reason}")
             try:
                 self._require_alive()
-                for rank in remote:
-                    pulse.feel(rank, store.get(beat(rank)) if store.check([beat(rank)]) else b"", time.monotonic())
+                for rank in others:
+                    if rank not in self._children:
+                        pulse.feel(rank, store.get(beat(rank)) if store.check([beat(rank)]) else b"", time.monotonic())
             except AsyncRLError as error:
-                if not self._over.is_set():
-                    self._end(LOST, str(error))
+                self._end(RankLost.exit_status, str(error))
+            ends = [
+                msgspec.json.decode(store.get(failed(rank)), type=Failed)
+                for rank in others
+                if store.check([failed(rank)])
+            ]
+            if ends and not self._over.wait(SAME_S):
+                end = min(ends, key=lambda end: end.status)  # the cause before what followed from it
+                self._end(end.status, f"rank {end.rank}: {end.reason}")
 
     def _end(self, status: int, reason: str) -> None:
+        if self._over.is_set():
+            return
         log.error("trainer: error: %s", reason)
         logging.shutdown()
         self.kill()
@@ -217,6 +230,11 @@ class Pulses:
             self._heard[rank] = (beat, now)
         elif now - since > self._limit_s:
             raise DeadlineExceeded(f"a sign of life of rank {rank}", self._limit_s, "trainer.collective_s")
+
+
+def exchange_failed(error: BaseException) -> bool:
+    """Whether torch says so, which another rank is the cause of."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def on_loopback(host: str) -> None:

@@ -19,6 +19,7 @@ from async_rl.services.trainer.packing import Pack
 from async_rl.services.trainer.ranks import Ranks
 from async_rl.services.trainer.samples import Sample
 from async_rl.services.trainer.schedule import learning_rate
+from async_rl.services.trainer.tensor import partial_parameters
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Trained(Network):
         self._settings, self._total, self._name = settings, total, name
         self._skipped_in_row = 0
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._partial = [] if self._ranks.tensor is None else partial_parameters(self.model)
         self._optimizer = _adamw(self._parameters, settings)
 
     def minimise(
@@ -112,11 +114,25 @@ class Trained(Network):
         return [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def _norm(self) -> float:
-        """The global norm of the gradients."""
-        norm = torch.nn.utils.get_total_norm(self._gradients()).to("cpu", torch.float64)
+        """The global norm of the gradients, which are whole from here on."""
+        gradients = self._gradients()
         if self._ranks.mesh is None:
-            return float(norm)
-        return math.sqrt(float(self._ranks.sum_(norm**2)))
+            return float(torch.nn.utils.get_total_norm(gradients))
+        for parameter in self._partial:
+            self._ranks.sum_over_tensor_(local(parameter.grad))
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            by_copies.setdefault(self._copies(parameter), []).append(gradient)
+        squares = torch.zeros((), dtype=torch.float64)
+        for copies, of in sorted(by_copies.items()):
+            squares += torch.nn.utils.get_total_norm(of).to(squares) ** 2 / copies
+        return math.sqrt(float(self._ranks.sum_(squares)))
+
+    def _copies(self, parameter: Tensor) -> int:
+        """Ranks that have the same part of it."""
+        assert isinstance(parameter, DTensor)
+        cuts = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        return self._ranks.size // math.prod(size for size, placement in cuts if not placement.is_replicate())
 
     def _nonfinite(self) -> str:
         """Names the gradients that are not finite."""
@@ -150,7 +166,7 @@ class Trained(Network):
         parameters = dict(self.model.named_parameters())
         for name, value in tensors.items():
             owner, _, what = name.rpartition("/")
-            self._optimizer.state[parameters[owner]][what] = value.to(parameters[owner].device)
+            self._optimizer.state[parameters[owner]][what] = value.to(local(parameters[owner]).device)
 
 
 def _some(logits: Tensor) -> tuple[Tensor]:
@@ -162,23 +178,32 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full(tensor: Tensor) -> Tensor:
+    """All of `tensor`; where ranks have parts of it, all of them ask at once."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def weights_checksum(model: Any) -> str:
-    """xxh3_64 over the name and the bytes of every tensor: equal for bit-equal weights alone."""
+    """xxh3_64 over the name and the bytes of every tensor: equal for bit-equal weights alone, however they are spread
+    over ranks, which ask at once."""
     digest = xxhash.xxh3_64()
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(full(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())
 
 
 def _adamw(parameters: list[torch.nn.Parameter], settings: Trainer) -> torch.optim.AdamW:
     """AdamW; matrices decay, vectors (norms, biases) do not."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:  # and those on other meshes apart: a fused update takes one mesh
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": of, "weight_decay": settings.weight_decay if matrices else 0.0}
+            for (matrices, _), of in groups.items()
+        ],
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.epsilon,

@@ -26,7 +26,7 @@ class Work:
     def __init__(self, config: Config, ranks: Ranks, folder: Path) -> None:
         self.ranks, self.version = ranks, 0
         self.cursor: Cursor | None = None  # where the data stood at the checkpoint
-        self.checkpoints = Checkpoints(folder, config.trainer.keep_checkpoints)
+        self.checkpoints = Checkpoints(folder, config.trainer.keep_checkpoints, ranks, config.trainer.checkpoint_s)
         self.loaded: Roles | None = None
         self._config, self._bench = config, Bench()
 
@@ -51,7 +51,7 @@ class Work:
                 model = lora.published(self.roles.policy.model)
                 return carry_out(publication, self.ranks.rank, model, self._bench)
             case Leave():
-                return None
+                return self.checkpoints.finish()
 
     def _load(self, first: Model) -> None:
         resumed = self.checkpoints.resume(self._config, first)
@@ -67,7 +67,7 @@ class Work:
             self._begin(order.first)
             return
         settings = parse(order.settings)
-        theirs = Checkpoints(Path(order.folder), settings.trainer.keep_checkpoints)
+        theirs = Checkpoints(Path(order.folder), settings.trainer.keep_checkpoints, self.ranks)
         self.loaded, self._tokenizer, _ = theirs.load(order.version, settings, order.first, self._config)
         self.version = order.version
 

@@ -13,7 +13,7 @@ import dataclasses, json, sys
 sys.path.insert(0, sys.argv[4])
 import torch
 torch.set_num_threads(1)
-from trainer_material import configuration, random_samples, sample, tiny_llama, trajectory
+from trainer_material import configuration, random_samples, sample, tiny_llama, tiny_qwen3, trajectory
 from async_rl.algorithms.aggregation import token_mean, weighted_sum
 from async_rl.services.trainer.objective import Objective
 from async_rl.services.trainer.network import Network
@@ -42,7 +42,7 @@ ahead = configuration(algorithm={
     "correction": {"weights": {"normalize": True}, "rejections": [{"kind": "m2po", "tau": 1.0}]},
     "kl": {"coefficient": 0.1},
 }, trainer=trainer)
-other = Policy(tiny_llama(1), ahead, ranks)
+other = Policy(tiny_qwen3(1), ahead, ranks)
 reference = Network(tiny_llama(2), ahead, ranks)
 for seed in range(3):
     samples = random_samples(5, seed)
@@ -80,21 +80,49 @@ def finish(processes):
             process.kill()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_make_the_update_that_one_makes(tmp_path, size):
-    """Field report 18: rank A two tokens of loss 1, rank B six of loss 0: 0.25 globally, not 0.5."""
-    first, *others = finish([start(rank, size, tmp_path / "store") for rank in range(size)])
-    (alone,) = finish([start(0, 1, tmp_path / "unused")])
-    assert alone["rejected"] and alone["clipped"]
+LOOKED = ("loss", "norm", "tokens", "k3", "ratio", "weights", "rejected", "clipped", "reference_kl", "weight")
+
+
+def together(tmp_path, size, **trainer):
+    """What each of `size` ranks found."""
+    store = tmp_path / f"store-{size}-{len(list(tmp_path.iterdir()))}"
+    return finish([start(rank, size, store, **trainer) for rank in range(size)])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process finds, whose model is whole."""
+    (found,) = together(tmp_path_factory.mktemp("alone"), 1)
+    assert found["rejected"] and found["clipped"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "sequence", "tensor"),
+    [(2, 1, 1), (4, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1), (2, 1, 2), (4, 1, 2), (4, 2, 2)],
+)
+def test_ranks_make_the_update_that_one_makes(tmp_path, alone, size, sequence, tensor):
+    """Field report 18: rank A two tokens of loss 1, rank B six of loss 0: 0.25 globally, not 0.5. Ranks that
+    share sequences do not count them twice."""
+    first, *others = together(tmp_path, size, sequence_parallel=sequence, tensor_parallel=tensor)
     for other in others:
         assert first["mean"] == other["mean"] == 0.25
         assert first["weights"] == other["weights"] and first["other_weights"] == other["other_weights"]
-    looked = (
-        "rejected",
-        "clipped",
-        "reference_kl",
-        "weight",
-        "other_weights",
-    )  # what was decided over the whole update
-    for figure in ("loss", "norm", "tokens", "k3", "ratio", "weights", *looked):
+    for figure in (*LOOKED, "other_weights"):
         assert first[figure] == pytest.approx(alone[figure], abs=1e-9), figure
+
+
+@pytest.mark.parametrize(
+    ("size", "trainer"),
+    [
+        (1, {"recompute": True}),
+        (1, {"offload": True}),
+        (2, {"recompute": True, "offload": True}),
+        (2, {"recompute": True, "logits_bytes": 1}),
+        (2, {"recompute": True, "logits_bytes": 1, "sequence_parallel": 2}),
+    ],
+)
+def test_what_saves_memory_changes_no_figure(tmp_path, alone, size, trainer):
+    for found in together(tmp_path, size, **trainer):
+        for figure in (*LOOKED, "other_weights"):
+            assert found[figure] == pytest.approx(alone[figure], abs=1e-9), figure

@@ -134,6 +134,7 @@ def saved(base, tmp_path):
     roles = roles_of(config, updates=3)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.save(roles, AutoTokenizer.from_pretrained(base), config, 1)
+    checkpoints.finish()
     return roles, config, checkpoints
 
 

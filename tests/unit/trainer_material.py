@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from async_rl.config import parse
 from async_rl.protocol.buffer import Drawn, DrawnGroup, DrawnMember
@@ -26,6 +26,27 @@ def tiny_llama(seed=0, dtype=torch.float64):
     )
     config._attn_implementation = "sdpa"
     return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def tiny_qwen3(seed=0):
+    """With norms of queries and keys, and biases nowhere."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    config._attn_implementation = "sdpa"
+    model = Qwen3ForCausalLM(config).to(torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
 def configuration(**tables):
