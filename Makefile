@@ -25,7 +25,8 @@ test-slow: $(VENV)/.installed-dev
 
 # The real vLLM, its CPU build: the engine by itself, then a whole ring whose workers run in its environment.
 test-vllm: $(VLLM)/.installed-vllm $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm.py tests/engines/test_vllm_lora.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm \
+		tests/engines/test_vllm.py tests/engines/test_vllm_lora.py tests/engines/test_vllm_moe.py
 	ASYNC_RL_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/pytest -s -m vllm tests/engines/test_vllm_ring.py
 
 # Environments of other libraries, which pin versions that nobody else has.

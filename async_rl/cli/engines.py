@@ -52,7 +52,7 @@ def _routing(config: Config) -> Iterator[str]:
             "'transformers' and 'sglang' do"
         )
     if config.warmup is not None and config.warmup.architecture == "llama":
-        yield ("trainer.router_replay = true: a model of warmup.architecture = 'llama' has no experts; 'qwen3_moe' has")
+        yield "trainer.router_replay = true: a model of warmup.architecture = 'llama' has no experts; 'qwen3_moe' has"
     elif config.warmup is None and (problem := expert_problem(Path(config.model.path))):
         yield f"trainer.router_replay = true: {problem}"
 

@@ -35,3 +35,14 @@ def expert_problem(folder: Path) -> str | None:
     if any((text.get(key) or 0) > 1 for key in EXPERTS):
         return None
     return f"the model in '{folder}', a {text.get('model_type')}, has no experts"
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in the folder's safetensors files, read from their headers."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return shapes

@@ -77,11 +77,13 @@ async def _engine(config: Config, number: int, text: ChatText) -> Engine:
             sleeps = config.placement == "shared"
             return await vllm_engine.VLLMEngine.start(config.model, ends, settings, number, sleeps=sleeps)
         case SGLangEngine() as settings:
+            from async_rl.models.folder import stored_shapes
             from async_rl.models.routers import layout
             from async_rl.services.rollout import sglang_engine
 
             problem = engine_problem(config)
             if problem is not None:
                 raise ConfigError(problem)
-            experts = layout(Path(config.model.path)) if config.trainer.router_replay else None
-            return sglang_engine.SGLangEngine(settings.urls[number], ends, settings, experts)
+            folder = Path(config.model.path)
+            experts = layout(folder) if config.trainer.router_replay else None
+            return sglang_engine.SGLangEngine(settings.urls[number], ends, settings, experts, stored_shapes(folder))

@@ -28,7 +28,7 @@ class Routing:
 
     def __init__(self, model: Any, cache: Any) -> None:
         found = list(routers(model).values())
-        self._layers, self._dtype = len(found), routing_dtype(experts(found[0]))
+        self._dtype = routing_dtype(max(map(experts, found)))
         self._step: list[torch.Tensor] = []
         for router in found:
             router.register_forward_hook(lambda _module, _args, output: self._step.append(output[2]))

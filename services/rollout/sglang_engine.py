@@ -18,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from async_rl.config.schema import SGLangEngine as Settings
 from async_rl.errors import DeadlineExceeded, EngineDied, EngineFault, PublicationError, UserError
 from async_rl.models.routers import Layout
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
+from async_rl.services.rollout.experts import tensors_as_stored
 from async_rl.trajectory import UNROUTED, StopReason, routing_dtype
 
 LINE_BYTES = 2**26
@@ -40,12 +41,20 @@ log = logging.getLogger(__name__)
 
 class SGLangEngine:
     """An Engine. `url`: of a server that serves the policy's model; `end_tokens` end a completion. layout: of its
-    experts, where it is to say which ones its routers chose."""
+    experts, where it is to say which ones its routers chose. stored: the names of the tensors in the model's files."""
 
     returns_survivors = False
 
-    def __init__(self, url: str, end_tokens: list[int], settings: Settings, layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        end_tokens: list[int],
+        settings: Settings,
+        layout: Layout | None = None,
+        stored: Collection[str] = (),
+    ) -> None:
         self.version, self._url = -1, url
+        self._stored = stored
         self.returns_routing, self._layout = layout is not None, layout
         self.context = settings.context
         self._ends, self._wait_s = end_tokens, settings.request_s
@@ -152,7 +161,7 @@ class SGLangEngine:
         """By a folder beside the slot, in shared memory, gone when the server has read it."""
         from safetensors.torch import save_file
 
-        named = dict(weights.tensors())
+        named = dict(tensors_as_stored(weights.tensors(), self._stored))
         folder = Path(tempfile.mkdtemp(prefix="async-rl-sglang-", dir=Path(weights.path).parent))
         try:
             await asyncio.to_thread(save_file, named, folder / "model.safetensors", {"format": "pt"})

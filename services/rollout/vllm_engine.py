@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ import msgspec
 from async_rl.config.schema import Model, Sampling
 from async_rl.config.schema import VLLMEngine as Settings
 from async_rl.errors import EngineDied, EngineFault, PublicationError, UserError
+from async_rl.models.folder import stored_shapes
 from async_rl.models.lora import is_adapter
-from async_rl.protocol.weight_sync import Manifest
+from async_rl.protocol.weight_sync import TensorEntry
 from async_rl.services.rollout.adapters import layers, write
 from async_rl.services.rollout.engine import Completion, Draft, ReadWeights, Weights, cut_by, room
+from async_rl.services.rollout.experts import entries_as_stored
 from async_rl.trajectory import StopReason
 
 EXTENSION = "async_rl.services.rollout.vllm_worker.SlotReader"
@@ -227,10 +229,11 @@ class VLLMEngine:
         if self._adapter is not None:
             await self._apply_adapter(weights)
             return
-        misfit = unfit(weights.manifest, self._expected)
+        entries = entries_as_stored(weights.manifest.tensors, self._expected)
+        misfit = unfit(entries, self._expected)
         if misfit is not None:
             raise PublicationError(f"version {weights.version} of the weights: {misfit}")
-        tensors = msgspec.to_builtins(weights.manifest.tensors)
+        tensors = msgspec.to_builtins(entries)
         await self._alive(self._engine.collective_rpc("load_slot", args=(weights.path, tensors)))
 
     async def _apply_adapter(self, weights: Weights) -> None:
@@ -282,24 +285,13 @@ def lora_rank(rank: int) -> int:
     raise UserError(f"model.lora.rank = {rank}: vllm takes {LORA_RANKS[-1]} at most")
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor in the folder's safetensors files, read from their headers."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    return shapes
-
-
-def unfit(manifest: Manifest, expected: Mapping[str, tuple[int, ...]]) -> str | None:
+def unfit(tensors: Iterable[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> str | None:
     """Why these weights are not those of the model whose stored tensors are `expected`; None where they are.
 
     vLLM loads what it is given and keeps the rest, so what is missing must be found before.
     """
     seen: set[str] = set()
-    for entry in manifest.tensors:
+    for entry in tensors:
         names = {entry.name, *entry.aliases} & expected.keys()
         if not names:
             return f"the model has no {entry.name}"

@@ -10,6 +10,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from async_rl.protocol.weight_sync import TensorEntry
 from async_rl.weights.manifest import views
@@ -31,6 +32,7 @@ class SlotReader:
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=views(entries, self._slots.open(path)))
         repack_embeddings(self.model_runner.model)
+        repack_experts(self.model_runner.model)
         return len(entries)
 
 
@@ -40,3 +42,14 @@ def repack_embeddings(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear") and module.weight.numel():
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """On a CPU, experts compute on weights in a packed layout. Of these vLLM's reload leaves the plain ones where the
+    packed ones were, silently; they are packed here, as at the first loading."""
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

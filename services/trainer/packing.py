@@ -121,7 +121,7 @@ def families(samples: Sequence[Sample]) -> list[list[Sample]]:
     through the same experts."""
     by_prompt: dict[bytes, list[Sample]] = {}
     for sample in samples:
-        by_prompt.setdefault(sample.read, []).append(sample)
+        by_prompt.setdefault(sample.prefix, []).append(sample)
     return list(by_prompt.values())
 
 

@@ -48,8 +48,8 @@ class Sample:
         return self.tokens[self.action[0] : self.action[-1]]
 
     @property
-    def read(self) -> bytes:
-        """Equal for samples whose prompts the sampler has read alike: the tokens, and the experts they went through."""
+    def prefix(self) -> bytes:
+        """Equal for samples whose prompts the sampler computed alike: of the same tokens, through the same experts."""
         routed = b"" if self.routing is None else self.routing[: self.action[0]].numpy().tobytes()
         return self.prompt.numpy().tobytes() + routed
 

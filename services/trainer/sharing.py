@@ -38,6 +38,7 @@ def share_prompts(model: Any, dtype: torch.dtype, group: Any = None, cut: int = 
         collapse: Tensor,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        arguments.pop("routing", None)  # where no router beside it has heard it
         whole = (query, key, value) if group is None else [to_heads(states, group) for states in (query, key, value)]
         q, k, v = (states.index_select(2, expand) for states in whole)
         output, weights = attend(module, q, k, v, attention_mask, **arguments)

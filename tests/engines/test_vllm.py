@@ -63,11 +63,11 @@ class Given:
 
 
 class Bench:
-    """The engine, and a loop that its tests share."""
+    """The engine of `model`, and a loop that its tests share."""
 
-    def __init__(self, folder, tied, lora=None):
-        self.tied, self.folder, self.runner = tied, folder, asyncio.Runner()
-        llama(0, tied=tied).save_pretrained(folder / "model")
+    def __init__(self, folder, model, lora=None):
+        self.tied, self.folder, self.runner = model.config.tie_word_embeddings, folder, asyncio.Runner()
+        model.save_pretrained(folder / "model")
         self.engine = self.run(self._start(lora), 180)
 
     async def _start(self, lora):
@@ -102,7 +102,7 @@ class Bench:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def bench(request, tmp_path_factory):
-    made = Bench(tmp_path_factory.mktemp("vllm"), request.param)
+    made = Bench(tmp_path_factory.mktemp("vllm"), llama(0, tied=request.param))
     yield made
     made.run(made.engine.close())
     made.runner.close()

@@ -52,7 +52,7 @@ class Adapters:
 
 class LoRABench(Bench):
     def __init__(self, folder):
-        super().__init__(folder, tied=True, lora=LoRA(rank=RANK, alpha=ALPHA))
+        super().__init__(folder, BASE, lora=LoRA(rank=RANK, alpha=ALPHA))
 
     async def update(self, adapters, *, keep_cache=False):
         return await super().update(adapters, lora=adapters.info, keep_cache=keep_cache)

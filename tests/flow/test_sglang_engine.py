@@ -22,26 +22,26 @@ END = 9
 class Given:
     aliases = {}
 
-    def __init__(self, version):
-        self.version, self.path = version, "/dev/shm/slot"
+    def __init__(self, version, tensors):
+        self.version, self.path, self._tensors = version, "/dev/shm/slot", tensors
 
     def tensors(self):
-        return iter({"w": torch.ones(2, 3)}.items())
+        return iter(self._tensors.items())
 
 
-def reader(version):
+def reader(version, **tensors):
     async def read(apply):
-        await apply(Given(version))
+        await apply(Given(version, tensors or {"w": torch.ones(2, 3)}))
         return version
 
     return read
 
 
-def with_engine(body, *, context=2000, request_s=20.0, layout=None, **server):
+def with_engine(body, *, context=2000, request_s=20.0, layout=None, stored=(), **server):
     async def main():
         async with asyncio.timeout(30), StandIn(**server).serve() as stand_in:
             settings = Settings(urls=[stand_in.address], context=context, request_s=request_s)
-            engine = SGLangEngine(stand_in.address, [END], settings, layout)
+            engine = SGLangEngine(stand_in.address, [END], settings, layout, stored)
             try:
                 await engine.update(reader(0))
                 return await body(engine, stand_in)
@@ -106,6 +106,17 @@ def test_an_update_in_flight_leaves_what_was_sampled_and_spans_of_versions(incre
     ]
     assert server.loaded == [{"w": (2, 3)}] * 2
     assert not any(Path(sent["model_path"]).exists() for path, sent in server.bodies if "disk" in path)
+
+
+def test_stacks_of_experts_arrive_as_the_matrices_that_the_model_is_stored_as():
+    stored = [f"experts.{k}.{kind}_proj.weight" for k in (0, 1) for kind in ("gate", "up", "down")]
+
+    async def body(engine, server):
+        stacks = {"experts.gate_up_proj": torch.ones(2, 8, 3), "experts.down_proj": torch.ones(2, 3, 4)}
+        await engine.update(reader(1, **stacks))
+        return server.loaded[-1]
+
+    assert with_engine(body, stored=stored) == {name: (3, 4) if "down" in name else (4, 3) for name in stored}
 
 
 def test_a_kept_cache_keeps_the_oldest_version():

@@ -8,10 +8,12 @@ import torch
 
 from async_rl.config.schema import Sampling
 from async_rl.config.schema import TransformersEngine as Settings
-from async_rl.errors import UserError
+from async_rl.errors import ConfigError, UserError
+from async_rl.services.rollout.backends import build
 from async_rl.services.rollout.transformers_engine import TransformersEngine
 from tests.unit.moe_material import PER_TOKEN, plain_routing, tiny_moe
 from tests.unit.test_rollout_engine import llama, reader, weights_of
+from tests.unit.trainer_material import configuration
 
 torch.set_num_threads(1)
 END = 1
@@ -140,6 +142,32 @@ def test_pages_of_another_request_never_give_their_routing():
         check(prompt, one)
 
 
+def test_requests_that_a_full_cache_throws_back_have_the_routing_of_their_last_pass():
+    """transformers computes them again from the beginning, under the same name."""
+    prompts = [[2 + i, 9, 4] for i in range(8)]
+
+    async def body(engine):
+        again = []
+        take = engine._routing.take
+
+        def watching(batch, requests):
+            again.extend(
+                entry.state.request_id
+                for entry in batch
+                if entry.state.position_offset == entry.query_length > len(PROMPTS[0])
+            )
+            take(batch, requests)
+
+        engine._routing.take = watching
+        sampling = Sampling(max_new_tokens=40)
+        return again, await asyncio.gather(*(engine.generate(p, sampling, seed=i) for i, p in enumerate(prompts)))
+
+    again, done = with_engine(body, ends=(), page_size=4, num_blocks=24)
+    assert again
+    for prompt, one in zip(prompts, done, strict=True):
+        check(prompt, one)
+
+
 def test_without_being_asked_there_is_no_routing():
     async def body(engine):
         return await engine.generate([5, 9], Sampling(max_new_tokens=3))
@@ -153,3 +181,9 @@ def test_an_engine_of_a_model_without_experts_refuses_to_keep_routing():
 
     with pytest.raises(UserError, match="it has no experts"):
         asyncio.run(main())
+
+
+def test_a_worker_whose_engine_does_not_tell_its_experts_refuses_to_start():
+    config = configuration(trainer={"router_replay": True}, rollout={"engine": {"kind": "fake"}})
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay = true: engine 'fake' does not say which experts"):
+        asyncio.run(build(config))

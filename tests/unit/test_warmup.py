@@ -18,6 +18,7 @@ from async_rl.config.schema import Model, Warmup
 from async_rl.errors import ConfigError, UserError
 from async_rl.models import prepare
 from async_rl.models.load import end_tokens, load_policy, load_tokenizer
+from async_rl.models.routers import experts, routers
 from async_rl.models.tiny import EOS, build_model, build_tokenizer
 from async_rl.models.warmup import Example, add_noise, answer_loss, digest, learning_rate, warmup
 
@@ -301,3 +302,13 @@ def test_a_model_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         prepare.prepare(missing, report=lambda _: None)
     assert isinstance(plain.model, Model)
+
+
+def test_a_mixture_of_experts_is_warmed_up_alike(tmp_path: Path) -> None:
+    config = run_config(tmp_path, architecture="qwen3_moe", experts=4, experts_per_token=3)
+    warmed(config)
+    policy = load_policy(config.model)
+    assert policy.config.model_type == "qwen3_moe" and [experts(r) for r in routers(policy).values()] == [4]
+    assert policy(input_ids=torch.tensor([[4, 5]])).logits.isfinite().all()
+    with pytest.raises(ConfigError, match=r"warmup\.experts_per_token = 3 is more than warmup\.experts = 2"):
+        warmed(run_config(tmp_path, architecture="qwen3_moe", experts=2, experts_per_token=3))
