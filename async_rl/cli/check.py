@@ -93,6 +93,7 @@ def problems(config: Config) -> Iterator[str]:
         _data,
         _model,
         _lora,
+        _shared_model,
         _grader,
         _addresses,
         weight_sync_problems,
@@ -166,6 +167,22 @@ def _lora(config: Config) -> Iterator[str]:
         yield f"model.path = '{path}' is an adapter, and model.lora needs a whole model: `async-rl export` makes one"
     elif (path / "config.json").is_file():
         lora.targets(settings, lora.linear_layers(without_weights(path)))
+
+
+def _shared_model(config: Config) -> Iterator[str]:
+    """Whether the model's heads and matrices can be shared as the trainer's ranks are to share them."""
+    settings, path = config.trainer, Path(config.model.path)
+    if settings.sequence_parallel == settings.tensor_parallel == 1 or not (path / "config.json").is_file():
+        return
+    from async_rl.services.trainer.sequence import require_heads
+    from async_rl.services.trainer.tensor import planned, require_divisible
+
+    model = without_weights(path)
+    if settings.tensor_parallel > 1:
+        planned(model)
+        require_divisible(model, settings.tensor_parallel)
+    require_heads(model, settings.sequence_parallel, settings.tensor_parallel)
+    yield from ()
 
 
 def _data(config: Config) -> Iterator[str]:

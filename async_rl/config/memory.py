@@ -51,7 +51,8 @@ def estimate(config: Config) -> Estimate | None:
     if not count:
         return None
     weights = count * DTYPE_BYTES[config.model.dtype]
-    trained, published, sampler = weights + count * OPTIMIZER_BYTES, weights, weights
+    learner = count * (DTYPE_BYTES[config.trainer.dtype or config.model.dtype] + OPTIMIZER_BYTES)
+    trained, published, sampler = learner, weights, weights
     if config.model.lora is not None:
         adapted = adapted_layers(Path(config.model.path), config.model.lora)
         adapters = config.model.lora.rank * sum(sum(shape) for shape in adapted)
@@ -63,7 +64,7 @@ def estimate(config: Config) -> Estimate | None:
     frozen = (algorithm.kl is not None or isinstance(algorithm.advantage, PRIME)) + (algorithm.teacher is not None)
     return Estimate(
         parameters=count,
-        trainer=trained + learning * (weights + count * OPTIMIZER_BYTES) + frozen * weights,
+        trainer=trained + learning * learner + frozen * weights,
         rollouts=sampler * workers,
         slots=published * config.weight_sync.slots * config.weight_sync.relays,
     )

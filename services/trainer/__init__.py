@@ -16,9 +16,17 @@ policy.py       one update of the policy
 critic.py       values, and an update of them
 reward_model.py PRIME's implicit rewards, learnt from outcomes
 schedule.py     learning rate of each update
-ranks.py        sums over the ranks of a trainer
+ranks.py        the ranks of a trainer, and sums over them
+sharding.py     a model in parts on the ranks (FSDP2)
+sequence.py     rows of tokens over ranks (Ulysses)
+tensor.py       matrices over ranks
+team.py         the ranks as processes: the leading one's side
+follower.py     the others
+orders.py       what the leading one tells them
+work.py         what each does then
 evaluation.py   held-out evaluations beside the training
 checkpoint.py   model folders that transformers loads
+captured.py     what a checkpoint is made of: copies, written meanwhile
 metrics.py      the figures of a step
 summary.py      the figures of the run
 """

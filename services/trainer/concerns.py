@@ -14,6 +14,12 @@ class Concern(NamedTuple):
     words: str
 
 
+def _freshest_mismatch(record: StepRecord) -> float:
+    """k3 of the tokens of the smallest lag, which the policy's own moves explain least."""
+    by_lag = record.mismatch_by_lag
+    return by_lag[min(by_lag)][1] if by_lag else 0.0
+
+
 CONCERNS = (
     Concern(
         lambda record: record.truncated_share,
@@ -32,6 +38,13 @@ CONCERNS = (
         0.5,
         "{share:.0%} of the trajectories have no vote, for {steps} steps: the grader abstains or fails; see the logs "
         "of the reward services",
+    ),
+    Concern(
+        _freshest_mismatch,
+        0.1,
+        "the mismatch KL of the freshest tokens is {share:.2g}, for {steps} steps: the sampler computes something else "
+        "than the trainer (precision, attention, sampling), or a step moves the policy too far; see model.dtype, "
+        "trainer.dtype, trainer.learning_rate",
     ),
 )
 

@@ -105,6 +105,22 @@ def test_an_unchanged_policy_reads_ratio_one_at_its_temperature():
     assert figures.effective_sample_size == pytest.approx(1.0, abs=1e-6)
 
 
+def test_the_gap_of_a_sampler_in_half_precision_is_measured():
+    """Field report 26: no staleness, no other sampling; bfloat16 alone."""
+    config, generator = configuration(), np.random.default_rng(3)
+    given = [random_trajectory(generator) for _ in range(16)]
+    gaps = {}
+    for dtype in (torch.float64, torch.bfloat16):
+        sampler = tiny_llama(dtype=dtype)
+        samples = []
+        for t in given:
+            lp = plain_logprobs(sampler, t).tolist()
+            samples.append(sample(trajectory(t.tokens[~t.action].tolist(), t.tokens[t.action].tolist(), logprobs=lp)))
+        gaps[dtype] = Policy(tiny_llama(), config).update(samples, Objective.of(config)).mismatch.k3
+    assert 0 <= gaps[torch.float64] < 1e-12
+    assert 1e-10 < gaps[torch.bfloat16] < 1e-2
+
+
 def test_truncated_sampling_is_renormalised_over_the_survivors():
     """Field report 15: probabilities [.6, .3, .1] under top_p 0.9: an unchanged policy reads 1.0, not 0.9."""
     logits = torch.log(torch.tensor([[0.6, 0.3, 0.1]] * 2, dtype=torch.float64))
