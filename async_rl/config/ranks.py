@@ -24,6 +24,11 @@ def rank_problems(config: Config) -> Iterator[str]:
             f"trainer.local_ranks = {local} of {ranks}: the others need trainer.rendezvous = 'HOST:PORT', an address "
             "of this host that they can reach"
         )
+    if local is not None and local < ranks and config.weight_sync.transport == "shm":
+        yield (
+            "weight_sync.transport = 'shm': ranks on another host do not reach the shared memory of this one; use "
+            "'collective' or 'disk'"
+        )
     host, _, port = settings.rendezvous.rpartition(":")
     if settings.rendezvous and not (host and port.isdecimal() and 0 < int(port) < 65536):
         yield f"trainer.rendezvous = '{settings.rendezvous}': HOST:PORT, as 10.0.0.1:29500"

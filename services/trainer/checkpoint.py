@@ -82,9 +82,10 @@ class Checkpoints:
         """Begin to write `roles` as they are after `version` steps, which may change when this returns; on all ranks at
         once. A kill in the middle leaves no folder of that name. Raises what became of the one before."""
         self.finish()
-        if not bool(self._ranks.max_(torch.tensor(int(version not in self.versions)))):
+        leads = self._ranks.rank == 0
+        if not bool(self._ranks.max_(torch.tensor(int(leads and version not in self.versions)))):
             return
-        if self._ranks.rank == 0:
+        if leads:
             shutil.rmtree(self._partial(version), ignore_errors=True)
         if self._ranks.size > 1 and self._group is None:
             self._group = new_group(backend="gloo", timeout=timedelta(seconds=self._limit_s))
@@ -94,7 +95,7 @@ class Checkpoints:
         def write_it() -> Path:
             partial = self._partial(version)
             write(captured.parts, partial / "trainer", self._group)
-            if self._ranks.rank:
+            if not leads:
                 return self.path(version)
             state = TrainerState(
                 version,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed
 
-from async_rl.actor.wire import Codec
+from async_rl.actor.wire import Codec, bytes_of
 from async_rl.config.schema import Model
 from async_rl.protocol.buffer import Cursor, Drawn
 from async_rl.weights.order import Order
@@ -69,7 +69,7 @@ class Orders:
 
     def give(self, order: ToDo) -> int:
         """On rank 0. The number of the order."""
-        frames = [np.frombuffer(bytes(memoryview(frame)), np.uint8) for frame in self._codec.encode(order)]  # type: ignore[arg-type]
+        frames = [np.frombuffer(bytes_of(frame), np.uint8) for frame in self._codec.encode(order)]
         number, self.given = self.given, self.given + 1
         self._store.set(_key(number), msgspec.json.encode([len(frame) for frame in frames]).decode())
         dist.broadcast(torch.from_numpy(np.concatenate(frames)), 0)

@@ -99,7 +99,8 @@ class TrainerService(Service):
     async def _work(self, buffer: Remote, relays: dict[str, Remote]) -> None:
         config, team = self.config, self._team
         self._stage = "waiting for the ranks"
-        await self._in_thread(team.__enter__)
+        if not await self._gathered():
+            return
         self._stage = "loading the model"
         self._device = turns(config, self.run, lambda: team.work.loaded, self._in_thread)
         async with self._device.turn():
@@ -136,6 +137,19 @@ class TrainerService(Service):
         if not self.stopping.is_set():
             await asyncio.gather(*(self._dismiss(name, relay, ended) for name, relay in relays.items()))
         self._stage = "done"
+
+    async def _gathered(self) -> bool:
+        """Whether the ranks are there; not so where an ordered stop comes first."""
+        gathering = asyncio.ensure_future(self._in_thread(self._team.__enter__))
+        stop = asyncio.create_task(self.stopping.wait(), name="stop while waiting for ranks")
+        await asyncio.wait({gathering, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not gathering.done():
+            self._team.kill()
+            await asyncio.gather(gathering, return_exceptions=True)
+            return False
+        await gathering
+        return True
 
     async def _make_again(self, buffer: Remote, version: int) -> None:
         """The steps from this trainer's version up to the buffer's, which are committed."""

@@ -84,7 +84,9 @@ class Team:
             self.kill()
 
     def close(self) -> None:
-        """The others leave in order."""
+        """The others leave in order; nothing after `kill`."""
+        if self._over.is_set():
+            return
         self._over.set()
         if self._store is not None:
             self.do(Leave())
@@ -171,6 +173,8 @@ class Team:
         missing = list(range(1, self._config.trainer.ranks))
         while missing := [rank for rank in missing if not self._store.check([here(rank)])]:
             self._require_alive()
+            if self._over.is_set():
+                raise AsyncRLError("the trainer was stopped while it waited for its ranks")
             if time.monotonic() > until:
                 ranks = ", ".join(map(str, missing))
                 raise DeadlineExceeded(f"rank {ranks} of the trainer at {where}", collective_s, "trainer.collective_s")

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.timeout(400)
 
 STEPS = 40
 SETTINGS = (f"max_steps={STEPS}", "trainer.checkpoint_every=3")
-TWO = (*SETTINGS, "trainer.ranks=2", "weight_sync.transport='collective'", "services.max_failures=1000")
+OVER_NETWORK = (*SETTINGS, "weight_sync.transport='collective'")
+TWO = (*OVER_NETWORK, "trainer.ranks=2", "services.max_failures=1000")
 
 
 def ranks(folder: Path) -> dict[int, int]:
@@ -112,7 +113,7 @@ def test_a_rank_that_is_started_by_hand_joins_and_joins_the_next_leading_one(gra
 
 
 def test_a_rank_that_does_not_come_is_named(graded: Path) -> None:
-    settings = (*SETTINGS, "trainer.ranks=3", "trainer.local_ranks=2", "trainer.collective_s=4")
+    settings = (*OVER_NETWORK, "trainer.ranks=3", "trainer.local_ranks=2", "trainer.collective_s=4")
     address = f"127.0.0.1:{free_port()}"
     status, output = ring.run("train", "run.toml", *settings, f"trainer.rendezvous='{address}'", cwd=graded)
     assert status == 1
@@ -122,13 +123,15 @@ def test_a_rank_that_does_not_come_is_named(graded: Path) -> None:
 
 def test_a_rank_with_other_settings_is_refused(graded: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    settings = (*SETTINGS, "trainer.ranks=2", "trainer.local_ranks=1", f"trainer.rendezvous='{address}'")
+    settings = (*OVER_NETWORK, "trainer.ranks=2", "trainer.local_ranks=1", f"trainer.rendezvous='{address}'")
     process = ring.start("train", "run.toml", *settings, cwd=graded)
     status, output = ring.run("serve", "trainer", "run.toml", "--rank", "1", *settings, "seed=7", cwd=graded)
     assert status == 2
     assert "seed = 7, was 0 with the leading rank" in last_line(output)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # while it waits for a rank that fits
     assert ring.finish(process)[0] == 130
+    log = (graded / "runs" / "ring" / "logs" / "trainer.log").read_text()
+    assert "error" not in log
     assert ring.left_over(graded) == []
 
 
