@@ -387,11 +387,13 @@ class Killed(Exception):
     pass
 
 
-def kill_at(version):
-    """Once `version` is published, a checkpoint of it is written where one is due, and the next batch is asked for."""
+def kill_at(version, saved=0):
+    """Once `version` is published, the checkpoint of `saved` is written, and the next batch is asked for."""
 
     async def watch(service):
         while service.version < version or not service.detail()["stage"].startswith("waiting for a draw"):
+            await asyncio.sleep(0.01)
+        while saved and not (service.run.checkpoints / f"step-{saved:08d}").exists():
             await asyncio.sleep(0.01)
         raise Killed
 
@@ -413,9 +415,9 @@ def test_a_trainer_that_is_killed_makes_its_steps_again_bit_for_bit(tmp_path, ev
     config = configuration(disturbed, trainer={"learning_rate": 0.01, "checkpoint_every": every})
     events, buffer = [], Buffer([], batches=3)
     buffer.events = events
-    with pytest.raises(Killed):
-        run(config, buffer, Relay(events, disturbed), kill_at(3))
     saved = 3 // every * every if every else 0
+    with pytest.raises(Killed):
+        run(config, buffer, Relay(events, disturbed), kill_at(3, saved))
     events.clear()
     buffer.batches = 99
     service = run(config, buffer, Relay(events, disturbed))
@@ -481,7 +483,7 @@ def test_an_old_trainer_that_wakes_up_can_commit_nothing(tmp_path):
 def test_heartbeats_go_on_during_an_update(tmp_path, monkeypatch):
     import time
 
-    from async_rl.services.trainer import service as module
+    from async_rl.services.trainer import work as module
 
     events, answered = [], []
     original = module.train_step
