@@ -17,11 +17,15 @@ router.py                several engines as one, by cached prefixes and load
 transformers_engine.py   continuous batching by Hugging Face transformers
   sampler.py             one token for each row of logits, and its log-probability
   live_weights.py        new weights into the live parameters
+  live_adapters.py       new adapters into them
+  routing.py             the experts that the routers chose for each token
   prefixes.py            one prompt of a group computed once
   paged_cache.py         the size of the cache, and how attention reads it
 vllm_engine.py           vLLM's AsyncLLM
   vllm_worker.py         inside vLLM's workers: new weights from shared memory
 sglang_engine.py         SGLang servers over HTTP
+adapters.py              adapters as they are published
+experts.py               stacks of experts by the names of a model's files
 fake_engine.py           scripted latency, no model
 backends.py              the engine that the configuration names
 """
